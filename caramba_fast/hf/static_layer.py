@@ -56,7 +56,8 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     def __init__(self, max_cache_len: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_cache_len = max_cache_len
-        self.cumulative_length = torch.tensor(0)
+        with torch.inference_mode(False):  # else it is read-only outside of it
+            self.cumulative_length = torch.tensor(0)
         self.is_empty, self.counted = True, 0
 
     def __repr__(self) -> str:
@@ -72,9 +73,10 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         batch, device = store.batch_size, store.device
         self.batch_size = batch
         self.n_kv_heads, self.residual_len = store.n_kv_heads, store.residual_len
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.cumulative_length = self.cumulative_length.to(device)
+        with torch.inference_mode(False):
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.starts = torch.zeros_like(self.lengths)
+            self.cumulative_length = self.cumulative_length.to(device)
         self.take_starts()
         self._take_views()
         if not torch.compiler.is_compiling():

@@ -126,6 +126,22 @@ def test_models_that_cannot_have_one() -> None:
         assert "layers of other kinds" in refused(accelerate(tiny("qwen3_next")))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_what_began_in_inference_mode_goes_on_outside_of_it(family: str) -> None:
+    model, ids = accelerate(tiny(family), "q4"), batch()["input_ids"]
+    found = []
+    for first in (torch.no_grad(), torch.inference_mode()):
+        with first:
+            cache = CarambaStaticCache(model, "q4", max_cache_len=40)
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        with torch.no_grad():
+            step = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
+            cache.reset()
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        found.append(step)
+    assert torch.equal(*found)
+
+
 @torch.no_grad()
 def test_a_model_that_is_restored_meanwhile_is_named() -> None:
     model = accelerate(tiny("llama"), "fp32")
