@@ -84,7 +84,7 @@ class DecodeBatch:
         # One line per number, for all rows, so that unused lines need no copy; 16-byte aligned, on which Triton
         # specializes.
         shape = (NUMBERS + pool.pages_per_row, -(-rows // 4) * 4)
-        self._host = torch.zeros(shape, dtype=torch.int32)
+        self._host = torch.zeros(shape, dtype=torch.int32, device="cpu")
         self._host[NUMBERS:] = NO_PAGE
         self._lines: Any = self._host.numpy()
         self._pages: list[Sequence[int]] = [[] for _ in range(rows)]

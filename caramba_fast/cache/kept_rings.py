@@ -28,7 +28,7 @@ class KeptRings:
 
     def __init__(self, cache: ModelKVCache, lengths: Mapping[int, int]) -> None:
         self.lengths = dict(lengths)
-        self._index = torch.tensor(list(lengths)).to(cache[0].device)
+        self._index = torch.tensor(list(lengths), device="cpu").to(cache[0].device)
         self._layers = [self._copied(layer) for layer in cache]
 
     def _copied(self, layer: LayerRows) -> _LayerRings | None:
@@ -53,8 +53,10 @@ def _put_back(
     layer: LayerRows, kept: _LayerRings, rows: list[int], wanted: Mapping[int, int]
 ) -> None:
     places = [place for place, row in enumerate(rows) if row in wanted]
-    source = torch.tensor(places, dtype=torch.int64).to(layer.device)
-    target = torch.tensor([rows[place] for place in places], dtype=torch.int64).to(layer.device)
+    source = torch.tensor(places, dtype=torch.int64, device="cpu").to(layer.device)
+    target = torch.tensor([rows[place] for place in places], dtype=torch.int64, device="cpu").to(
+        layer.device
+    )
     for ring, copy in zip(_rings(layer), kept.rings, strict=True):
         ring.index_copy_(0, target, copy.index_select(0, source))
     for place in places:

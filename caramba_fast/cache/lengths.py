@@ -49,7 +49,8 @@ class RowLengths:
 
     def on_device(self, counts: Sequence[int]) -> Tensor:
         """``counts`` as a (B,) int32 tensor on the device of ``seq_lens``."""
-        return torch.tensor(counts, dtype=torch.int32).to(self.seq_lens.device, non_blocking=True)
+        given = torch.tensor(counts, dtype=torch.int32, device="cpu")
+        return given.to(self.seq_lens.device, non_blocking=True)
 
     def advance(self, tokens: int, added: Sequence[int], query_lens: Tensor | None) -> None:
         """Row b grows by ``added[b]`` of ``tokens``; ``query_lens`` is ``added`` on the device, or None for all."""
@@ -60,7 +61,9 @@ class RowLengths:
     def set(self, lengths: Sequence[int]) -> None:
         """Replaces all lengths."""
         self.host = list(lengths)
-        self.seq_lens.copy_(torch.tensor(self.host, dtype=torch.int32), non_blocking=True)
+        self.seq_lens.copy_(
+            torch.tensor(self.host, dtype=torch.int32, device="cpu"), non_blocking=True
+        )
         self.newest, self.query_lens = 0, None
 
     def select_rows(self, rows: Sequence[int]) -> RowLengths:

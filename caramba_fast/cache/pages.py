@@ -160,7 +160,7 @@ class PageTable:
 
     def _publish(self) -> None:
         padded = [row + [-1] * (self._width - len(row)) for row in self.rows]
-        host = torch.tensor(padded, dtype=torch.int32)
+        host = torch.tensor(padded, dtype=torch.int32, device="cpu")
         self.tensor.copy_(host, non_blocking=True)
 
     def columns(self, longest: int) -> Tensor:

@@ -75,7 +75,7 @@ class _Group:
         tables = [[*p.pages[:width], *[-1] * (width - len(p.pages))] for p in pieces]
 
         def integers(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+            return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
         self.table = integers(tables)
         self.starts = integers([piece.start for piece in pieces])
@@ -142,13 +142,17 @@ class _Rings:
         size: int,
         device: torch.device,
     ) -> None:
-        self.of_rows = torch.tensor([piece.ring for piece in pieces], dtype=torch.int64).to(device)
+        self.of_rows = torch.tensor(
+            [piece.ring for piece in pieces], dtype=torch.int64, device="cpu"
+        ).to(device)
         kept = [
             (piece.row, piece.ring, place % (2 * size))
             for piece, end in zip(pieces, ends, strict=True)
             for place in range(max(piece.start, end - size), piece.start + piece.length)
         ]
-        self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64).T.to(device)
+        self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64, device="cpu").T.to(
+            device
+        )
         self.size = size
 
     def taken(self, tail: Tensor) -> Tensor:
@@ -202,7 +206,7 @@ class RaggedBatch:
             self.queries = [_Group(part, pool) for part in parts if part]
         self._pieces = appended
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
-        self.positions = torch.tensor(positions, dtype=torch.int64).to(pool.device)
+        self.positions = torch.tensor(positions, dtype=torch.int64, device="cpu").to(pool.device)
         self._pool = pool
         self.layers = [
             RaggedLayer(layer, pool.num_splits, self.groups, self.queries, self.rings)

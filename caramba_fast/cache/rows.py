@@ -180,7 +180,7 @@ class LayerRows(CachedRows):
             raise ValueError(
                 f"rows is {list(rows)}; one or more of 0 to {self.batch_size - 1} are needed"
             )
-        index = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
         used = self.pos if self.pages is None else None
         return self._with_streams(lambda stream: stream.select_rows(index, used), rows)
 

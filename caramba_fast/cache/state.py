@@ -167,8 +167,8 @@ def without_leftovers(state: dict[str, Any]) -> dict[str, Any]:
                 part["scales"][row, :, full:] = 0
             if part["tail"] is not None:
                 size = part["tail"].shape[2]
-                held = torch.arange(min(low, length), length) % size
-                unused = torch.ones(size, dtype=torch.bool)
+                held = torch.arange(min(low, length), length, device="cpu") % size
+                unused = torch.ones(size, dtype=torch.bool, device="cpu")
                 unused[held] = False
                 part["tail"][row][:, unused.to(part["tail"].device)] = 0
             if part["sink"] is not None:

@@ -132,7 +132,9 @@ def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerC
         for old, new in zip(shared.rows, other.pages.rows, strict=True)
         for pair in zip(old, new, strict=True)
     ]
-    source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(cache.device)
+    source, target = (
+        torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).T.to(cache.device)
+    )
     for stream in other.streams.values():
         stream.replace_buffers(*stream.with_pages(len(allocator.references), target, source))
     shared.shrink([0] * len(rows))

@@ -225,7 +225,7 @@ def attend_in_chunks(
         starts = [
             r + max((f + begin) // chunk * chunk, 0) for r, f in zip(rows, first, strict=True)
         ]
-        own = layer.slots_of(torch.tensor(starts, dtype=torch.int32).to(store.device))
+        own = layer.slots_of(torch.tensor(starts, dtype=torch.int32, device="cpu").to(store.device))
         part = query[:, :, begin:end]
         parts.append(store.attend(part, before=tokens - end, cache_leftpad=own, **options))
     return torch.cat(parts, dim=2)

@@ -239,9 +239,9 @@ def _packed(
     """Runs the next ``new[b]`` tokens of each row through the cache; (V,) logits after the last of each."""
     held = cache.row_lengths
     layout = RightPadded(held, new, cache[0].device)
-    ids = torch.full((len(rows), layout.tokens), rows[0][0])
+    ids = torch.full((len(rows), layout.tokens), rows[0][0], device="cpu")
     for b, (row, first, count) in enumerate(zip(rows, held, new, strict=True)):
-        ids[b, :count] = torch.tensor(row[first : first + count])
+        ids[b, :count] = torch.tensor(row[first : first + count], device="cpu")
     logits = model(
         input_ids=ids.to(layout.device), position_ids=layout.position_ids, use_cache=True,
         **{CACHE: StepCache(cache, layout, places, lenders)},
@@ -267,11 +267,11 @@ def dequantizations(model: PreTrainedModel) -> int:
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     with warnings.catch_warnings(), evaluating(model):
         warnings.simplefilter("ignore")
-        for places in (torch.arange(2), torch.arange(2, 3)):
+        for places in (torch.arange(2, device=ids.device), torch.arange(2, 3, device=ids.device)):
             given = {}
             # Without position ids vision models reuse those of their last generate(), of any batch size.
             if takes_positions:
-                given["position_ids"] = places[None].to(ids.device)
+                given["position_ids"] = places[None]
             part = ids[:, : len(places)]
             model(input_ids=part, use_cache=True, **{CACHE: cache}, **given)
     return common.dequantized

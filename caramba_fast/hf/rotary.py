@@ -83,10 +83,12 @@ def is_ours(own: Callable[..., Any]) -> bool:
     given = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         q, k = (
-            torch.randn(2, 3, heads, 16, generator=given).to(dtype).transpose(1, 2)
+            torch.randn(2, 3, heads, 16, generator=given, device="cpu").to(dtype).transpose(1, 2)
             for heads in (4, 2)
         )
-        cos, sin = (torch.randn(2, 3, 16, generator=given).to(dtype) for _ in range(2))
+        cos, sin = (
+            torch.randn(2, 3, 16, generator=given, device="cpu").to(dtype) for _ in range(2)
+        )
         try:
             found = own(q, k, cos, sin)
             wanted = apply_rotary_emb(q, k, cos, sin)

@@ -69,7 +69,7 @@ class RightPadded(RowLayout):
     def position_ids(self) -> Tensor:
         """(B, T') int64: where in its row each query token stands; padding never beyond the longest row."""
         columns = torch.arange(self.tokens, device=self.device)
-        held = torch.tensor(self.held).to(self.device, non_blocking=True)
+        held = torch.tensor(self.held, device="cpu").to(self.device, non_blocking=True)
         return (held[:, None] + columns).clamp(max=self.total - 1)
 
     def without_padding(self, ids: Tensor, other: int) -> Tensor:
@@ -77,7 +77,7 @@ class RightPadded(RowLayout):
         if not self.padded_queries:
             return ids
         columns = torch.arange(ids.shape[1], device=ids.device)
-        new = torch.tensor(self.new).to(ids.device, non_blocking=True)
+        new = torch.tensor(self.new, device="cpu").to(ids.device, non_blocking=True)
         return torch.where(columns < new[:, None], ids, other)
 
 
@@ -99,7 +99,7 @@ class LeftPadded(RowLayout):
         lead = [self.total - a - b for a, b in zip(self.held, self.new, strict=True)]
         query_lead = [self.tokens - count for count in self.new]
         self.padded_keys = any(lead)
-        both = torch.tensor([lead, query_lead]).to(device, non_blocking=True)
+        both = torch.tensor([lead, query_lead], device="cpu").to(device, non_blocking=True)
         self._lead, self._query_lead = both[0], both[1]
 
     @property

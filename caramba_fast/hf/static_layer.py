@@ -57,7 +57,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         super().__init__(*args, **kwargs)
         self.max_cache_len = max_cache_len
         with torch.inference_mode(False):  # else it is read-only outside of it
-            self.cumulative_length = torch.tensor(0)
+            self.cumulative_length = torch.tensor(0, device="cpu")
         self.is_empty, self.counted = True, 0
 
     def __repr__(self) -> str:

@@ -249,5 +249,5 @@ class BeamSearch:
             row.finish_reason = answer.reason
         longest = max(len(answer.tokens) for answer in answers)
         beams = [answer.beams + [-1] * (longest - len(answer.beams)) for answer in answers]
-        scores = torch.tensor([answer.score for answer in answers])
-        return BeamResult(run.continuations(), scores, torch.tensor(beams))
+        scores = torch.tensor([answer.score for answer in answers], device="cpu")
+        return BeamResult(run.continuations(), scores, torch.tensor(beams, device="cpu"))

@@ -168,7 +168,7 @@ class Generator(SavableGenerator):
         steps = self._stream(prompts, config, hooks)
         if len(prompts.rows) * config.num_return_sequences == 1:
             return (int(tokens[0]) for tokens in steps)
-        return (torch.tensor(tokens) for tokens in steps)
+        return (torch.tensor(tokens, device="cpu") for tokens in steps)
 
     def _stream(
         self, prompts: Prompts, config: GenerateConfig, hooks: Hooks
@@ -199,7 +199,7 @@ class Generator(SavableGenerator):
             with torch.no_grad():
                 chosen = run.choose(logits)
             if hooks.streamer is not None:
-                hooks.streamer.put(torch.tensor(chosen))
+                hooks.streamer.put(torch.tensor(chosen, device="cpu"))
             yield chosen
             self._check_current(run)
             alive = run.alive

@@ -64,8 +64,9 @@ class LogitsProcessors:
     def _dense(self, biases: dict[int, float]) -> Tensor | None:
         if not biases:
             return None
-        dense = torch.zeros(self._vocab)
-        dense[torch.tensor(list(biases))] = torch.tensor(list(biases.values()))
+        dense = torch.zeros(self._vocab, device="cpu")
+        for token, bias in biases.items():
+            dense[token] = bias
         return dense.to(self._device)
 
     @property
@@ -180,7 +181,7 @@ def padded(
     """
     first = max(row.start for row in rows)
     new = max(row.new for row in rows) if new is None else new
-    ids = torch.full((len(rows), first + new), fill, dtype=torch.int64)
+    ids = torch.full((len(rows), first + new), fill, dtype=torch.int64, device="cpu")
     for index, row in enumerate(rows):
         if len(row):
             place, shown = first - row.start, row.start + min(new, row.new)

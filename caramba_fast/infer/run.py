@@ -251,7 +251,9 @@ class Run:
     def continuations(self) -> Tensor:
         """(B, longest) int64 on the CPU: the new tokens, right-padded."""
         longest, fill = max(self.new), self.session.fill
-        return torch.tensor([row.new_tokens + [fill] * (longest - row.new) for row in self.rows])
+        return torch.tensor(
+            [row.new_tokens + [fill] * (longest - row.new) for row in self.rows], device="cpu"
+        )
 
 
 def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:

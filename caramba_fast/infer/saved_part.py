@@ -66,7 +66,7 @@ def part_of(
                 if (buffer := stream.pop(key)) is not None:
                     tensors[f"{prefix}.layers.{index}.{name}.{key}"] = buffer
         layers.append(state)
-    ids = [torch.tensor(row.tokens, dtype=torch.int64) for row in session.rows]
+    ids = [torch.tensor(row.tokens, dtype=torch.int64, device="cpu") for row in session.rows]
     tensors[f"{prefix}.tokens"] = torch.cat(ids)
     if rng is not None:
         tensors[f"{prefix}.random"] = rng.get_state()
@@ -213,8 +213,10 @@ def _with_slack(state: dict[str, Any], slack: int) -> dict[str, Any]:
         return state
     old, new = ring_size(configs.values()), ring_size(changed.values())
     lengths, streams = state["lengths"], {}
-    row = torch.arange(len(lengths))[:, None]
-    position = torch.tensor(lengths)[:, None] - torch.arange(1, min(old, new) + 1)
+    row = torch.arange(len(lengths), device="cpu")[:, None]
+    position = torch.tensor(lengths, device="cpu")[:, None] - torch.arange(
+        1, min(old, new) + 1, device="cpu"
+    )
     for name, part in state["streams"].items():
         tail = part["tail"]
         if old:

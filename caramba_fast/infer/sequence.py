@@ -256,7 +256,7 @@ def read_prompts(
             attention_mask = input_ids.get("attention_mask")
         input_ids = input_ids["input_ids"]
     if isinstance(input_ids, np.ndarray):
-        input_ids = torch.as_tensor(input_ids)
+        input_ids = torch.from_numpy(input_ids)
     rows = _as_rows(input_ids)
     width = max((len(row) for row in rows), default=0)
     if attention_mask is not None:
@@ -309,7 +309,7 @@ def _ints(row: object) -> list[int]:
 def _unmasked(
     rows: list[list[int]], attention_mask: Tensor | Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    flags = torch.as_tensor(attention_mask)
+    flags = torch.as_tensor(attention_mask, device="cpu")
     mask = (flags[None] if flags.ndim == 1 else flags).to(torch.bool).tolist()
     if (
         flags.ndim not in (1, 2)

@@ -298,7 +298,7 @@ class Session:
             return
         assert self.cache is not None
         self.drop_padding()
-        self.cache.reorder(torch.tensor(order))
+        self.cache.reorder(torch.tensor(order, device="cpu"))
         self.rows = [self.rows[row].copy() for row in order]
 
     def go_back(self, cache: ModelKVCache | None, rows: list[TokenSequence]) -> None:

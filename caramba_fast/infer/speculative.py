@@ -180,7 +180,7 @@ class SpeculativeGenerator(Generator):
                 column = run.column(given)
                 given += 1
                 if hooks.streamer is not None:
-                    hooks.streamer.put(torch.tensor(column))
+                    hooks.streamer.put(torch.tensor(column, device="cpu"))
                 yield column
                 self._check_current(run)
             if run.is_over:

@@ -163,7 +163,7 @@ class StepwiseGenerator:
     @torch.no_grad()
     def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Feeds one token per row, (B,); returns the logits (B, V) of the next. RuntimeError before any prefill."""
-        ids = torch.as_tensor(token_ids)
+        ids = torch.as_tensor(token_ids, device="cpu")
         self._end_run()
         if self.cache is None:
             raise RuntimeError("decode_step before any prefill: there is no cache yet")

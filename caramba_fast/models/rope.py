@@ -19,7 +19,7 @@ from caramba_fast.ops.apply_rotary_emb import rotary_op
 def frequencies(rope: RopeParameters, head_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies (head_dim / 2,) float64 in radians per token, and the factor of cos and sin."""
     values, factor = _frequencies(rope, head_dim)
-    return torch.tensor(values.tolist(), dtype=torch.float64), factor
+    return torch.tensor(values.tolist(), dtype=torch.float64, device="cpu"), factor
 
 
 def _frequencies(rope: RopeParameters, head_dim: int) -> tuple[np.ndarray, float]:

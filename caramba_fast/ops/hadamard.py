@@ -40,7 +40,7 @@ def hadamard_matrix(width: int, dtype: torch.dtype, device: torch.device) -> Ten
     blocks, left = [], width
     while left:
         size = 1 << (left.bit_length() - 1)
-        index = torch.arange(size)
+        index = torch.arange(size, device="cpu")
         common = index[:, None] & index  # entry (i, j) is -1 to the number of ones in i & j
         ones = sum((common >> bit) & 1 for bit in range(size.bit_length()))
         blocks.append((1 - 2 * (torch.as_tensor(ones) % 2)).double() / math.sqrt(size))

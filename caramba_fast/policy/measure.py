@@ -145,7 +145,7 @@ class QualityMeter:
 
     def _measure(self, ids: Tensor, specs: Sequence[str]) -> None:
         first = self.forward.prompt_len
-        positions = torch.arange(first, ids.shape[1] - 1).expand(len(ids), -1)
+        positions = torch.arange(first, ids.shape[1] - 1, device="cpu").expand(len(ids), -1)
         scores = compare(self.forward, ids, specs, self.baseline, positions)
         for spec in specs:
             self._scores.setdefault(spec, []).append((scores[spec], scores[self.baseline]))

@@ -242,8 +242,11 @@ def compare(
     names = list(dict.fromkeys((baseline, *specs)))
     runs = [forward(ids[:, :-1], name) for name in names]
     targets = ids.cpu().gather(1, chosen + 1).flatten()
-    columns, rows = chosen.flatten(), torch.arange(len(ids)).repeat_interleave(chosen.shape[1])
-    found = {name: torch.zeros(len(Scores.names()), len(columns)) for name in names}
+    columns, rows = (
+        chosen.flatten(),
+        torch.arange(len(ids), device="cpu").repeat_interleave(chosen.shape[1]),
+    )
+    found = {name: torch.zeros(len(Scores.names()), len(columns), device="cpu") for name in names}
     start = 0
     for logits in runs[0]:
         stop = start + logits.shape[1]
@@ -264,8 +267,8 @@ def _as_scores(values: Tensor, shape: torch.Size) -> Scores:
 def _positions(ids: Tensor, positions: np.ndarray | Tensor | None) -> Tensor:
     last = ids.shape[1] - 2
     if positions is None:
-        return torch.arange(last + 1).expand(len(ids), -1)
-    chosen = torch.as_tensor(positions).to("cpu", torch.int64)
+        return torch.arange(last + 1, device="cpu").expand(len(ids), -1)
+    chosen = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
     if chosen.ndim != 2 or len(chosen) != len(ids) or not chosen.numel():
         raise ValueError(
             f"positions has shape {tuple(chosen.shape)}; ({len(ids)}, N) with N >= 1 is needed"

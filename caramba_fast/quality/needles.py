@@ -243,7 +243,7 @@ def retrieval_rate(
             model, len(batch), max(len(prompt) for prompt, _ in batch), cache_configs(kind),
             prefill="stored",
         )  # fmt: skip
-        answers = torch.tensor([answer for _, answer in batch])
+        answers = torch.tensor([answer for _, answer in batch], device="cpu")
         logits = session.feed([prompt.tolist() for prompt, _ in batch])
         hits += int((logits.argmax(-1).cpu() == answers).sum())
     return hits / len(needles)

@@ -97,7 +97,9 @@ class Windows:
                 f"calibration_ids has rows of {rows.shape[1]} tokens, {len(cut)} windows of {body}; at least 2 "
                 "are needed (cache_quality_prompt_len + cache_quality_decode_steps + 1 tokens each)"
             )
-        order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(
+            len(cut), generator=torch.Generator().manual_seed(self.seed), device="cpu"
+        )
         return torch.from_numpy(_behind_bos(cut[order.numpy()], self.bos))
 
     def take(self, start: int, stop: int) -> Tensor:
@@ -129,8 +131,8 @@ def sample_text(model: LanguageModel, rows: int, length: int, seed: int = 0) -> 
     """
     rng = torch.Generator().manual_seed(seed)
     first = _first_token(model)
-    drawn = torch.randint(model.vocab_size, (rows, 1), generator=rng)
-    ids = drawn if first is None else torch.full((rows, 1), first)
+    drawn = torch.randint(model.vocab_size, (rows, 1), generator=rng, device="cpu")
+    ids = drawn if first is None else torch.full_like(drawn, first)
     session = new_session(model, rows, length, cache_configs("fp32"))
     found = [ids]
     for _ in range(length - 1):

@@ -97,7 +97,7 @@ class InputProcessor:
         )
         stopping = Stopping(config, eos, self.tokenizer, (), 0, prepared.times.arrived)
         scope = prepared.scope or private_scope(number)
-        seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
+        seed = int(torch.randint(2**62, (1,), device="cpu")) if config.seed is None else config.seed
         made = Request(
             name, number, prepared.tokens, config, processors, prepared.times, scope, seed, stopping
         )
@@ -278,7 +278,7 @@ def _as_ids(prompt: Any, most: int) -> Tensor:
         if any(isinstance(token, (bool, str, bytes)) for token in prompt):
             raise ValueError(wrong)
         try:
-            ids = torch.as_tensor(prompt)
+            ids = torch.as_tensor(prompt, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{wrong}: {error}") from error
     if not ids.numel():

@@ -229,7 +229,7 @@ class PrefixStore:
                 tensors |= {f"sinks.{i}": part for i, part in enumerate(sinks)}
             held = tokens[: (place + 1) * self.pool.page_size]
             try:
-                tensors["tokens"] = torch.tensor(held, dtype=torch.int32)
+                tensors["tokens"] = torch.tensor(held, dtype=torch.int32, device="cpu")
                 self._write(names[place], sealed(WHAT, VERSION, about, tensors))
             except Exception as error:  # a full disk or memory; the others may still fit
                 LOG.warning("a page is not kept in the prefix store: %s", error)
