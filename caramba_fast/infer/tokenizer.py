@@ -43,13 +43,13 @@ class TextWriter:
         self._written, self._waiting = self._context[-8:], list[int]()
 
     @property
-    def state(self) -> tuple[list[int], list[int]]:
+    def state(self) -> tuple[list[int], list[int], list[int]]:
         """The state between two tokens; can be set."""
-        return list(self._written), list(self._waiting)
+        return list(self._context), list(self._written), list(self._waiting)
 
     @state.setter
-    def state(self, state: tuple[list[int], list[int]]) -> None:
-        self._written, self._waiting = list(state[0]), list(state[1])
+    def state(self, state: tuple[list[int], list[int], list[int]]) -> None:
+        self._context, self._written, self._waiting = map(list, state)
 
     def put(self, token: int) -> None:
         """Adds one token."""

@@ -528,6 +528,14 @@ def test_streams_of_byte_fallback_tokens_are_the_text() -> None:
     context, new = list("ကခဂဃ".encode()), [*"င".encode(), 257]
     assert "".join(tokenizer.stream(new, context)) == "င B"
     assert tokenizer.decode(context + new).endswith("င B")
+    parts: list[str] = []
+    writer = TextWriter(tokenizer.decode, parts.append, context)
+    before = writer.state
+    writer.put(new[0])
+    writer.state = before  # a step of an engine was interrupted
+    for token in new:
+        writer.put(token)
+    assert "".join(parts) == "င B"
 
 
 def test_what_the_text_generator_cannot_heed_is_refused() -> None:
