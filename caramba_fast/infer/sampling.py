@@ -83,15 +83,24 @@ def _beyond(before: Tensor, most: float) -> Tensor:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keeps the most likely tokens up to ``top_p``; sorts all only if the `FIRST_FEW` do not reach it."""
+    """Keeps the most likely tokens up to ``top_p``; sorts all of a row only if its `FIRST_FEW` do not reach it.
+
+    ``topk`` and ``sort`` may order equally likely tokens differently, so which is used depends on the row alone.
+    """
     probability = scores.softmax(-1)
     ordered, index = probability.topk(min(FIRST_FEW, scores.shape[-1]))
-    if not bool((ordered.sum(-1) >= top_p).all()):
+    drop = _outside(ordered, index, scores.shape[-1], top_p)
+    enough = ordered.sum(-1, keepdim=True) >= top_p
+    if not bool(enough.all()):
         ordered, index = probability.sort(dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    drop = torch.ones_like(scores, dtype=torch.bool)
-    drop.scatter_(-1, index, _beyond(before, top_p))
+        drop = drop.where(enough, _outside(ordered, index, scores.shape[-1], top_p))
     return scores.masked_fill(drop, -torch.inf)
+
+
+def _outside(ordered: Tensor, index: Tensor, vocabulary: int, top_p: float) -> Tensor:
+    """(..., vocabulary) bool: all tokens but the first whose probabilities, ``ordered`` (..., N), reach ``top_p``."""
+    drop = index.new_ones((*index.shape[:-1], vocabulary), dtype=torch.bool)
+    return drop.scatter_(-1, index, _beyond(ordered.cumsum(-1) - ordered, top_p))
 
 
 def _likely(scores: Tensor, min_p: float) -> Tensor:

@@ -241,6 +241,15 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(
     assert kept(found) == kept(TopPLogitsWarper(top_p)(None, logits.clone()))
 
 
+def test_a_nucleus_depends_on_its_row_alone() -> None:
+    """Models in half precision find many tokens equally likely; another row, of which all are sorted, is no reason."""
+    torch.manual_seed(0)
+    logits = (torch.randn(40, 1000) * 2).bfloat16().float()
+    settings = config(top_p=0.6, min_p=1e-6)
+    together = filtered_logits(torch.cat((logits, torch.zeros(1, 1000))), settings)
+    assert kept(together)[:-1] == [kept(filtered_logits(row[None], settings))[0] for row in logits]
+
+
 def test_draws_of_a_large_vocabulary_keep_to_what_is_left() -> None:
     probability = torch.zeros(4, 50_000)
     probability[:, 7::1000] = 1.0
