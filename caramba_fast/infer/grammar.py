@@ -70,10 +70,16 @@ class _Row:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher, self._read = matcher, array("q")
+        #: Whether the matcher may have consumed other tokens than those in ``_read``: after an interrupt or an error.
+        self._is_unsure = False
         self._check()
 
     def allowed(self, tokens: array[int], vocab_size: int) -> np.ndarray:
         """(V,) bool: which ids may follow; tokens removed since the last call are rolled back."""
+        if self._is_unsure:
+            self._matcher.reset()
+            self._read = array("q")
+        self._is_unsure = True
         same = len(self._read)
         while self._read[:same] != tokens[:same]:
             same -= 1
@@ -86,6 +92,7 @@ class _Row:
             self._matcher.consume_token(token)
             self._check()
             self._read.append(token)
+        self._is_unsure = False
         bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()

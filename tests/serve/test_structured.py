@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("llguidance", reason="structured output needs the extra serve")
 
+from support.interrupts import count_positions, interrupted_at
+
 from caramba_fast.infer import (
     Generator,
     SpeculativeConfig,
@@ -115,8 +117,8 @@ def test_other_grammars(model, asked, fits):
     assert all(fits(output.texts[0]) for output in outputs)
 
 
-def test_a_row_may_take_tokens_back(model):
-    """Drafts are pushed and popped, interrupted steps are undone: what may follow is that of the tokens there are."""
+def letters_after(model):
+    """A function: which of the letters a to c and the end may follow letters of "ab*c"."""
     tokenizer = demo_tokenizer()
     config = Generator(model, tokenizer=tokenizer, structured_outputs={"regex": "ab*c"}).config
     made = grammar.grammar_of(config, tokenizer, 2048, frozenset({1}))
@@ -134,6 +136,12 @@ def test_a_row_may_take_tokens_back(model):
         left = {1: "end", **{token: text for text, token in ids.items()}}
         return {left[i] for i in scores.isfinite().nonzero().flatten().tolist() if i in left}
 
+    return allowed
+
+
+def test_a_row_may_take_tokens_back(model):
+    """Drafts are pushed and popped, interrupted steps are undone: what may follow is that of the tokens there are."""
+    allowed = letters_after(model)
     assert allowed() == {"a"}
     assert allowed("a", "b", "c") == {"end"}
     assert allowed("a", "b", "c", "end") == {"end"}
@@ -142,6 +150,21 @@ def test_a_row_may_take_tokens_back(model):
     assert allowed() == {"a"}
     with pytest.raises(ValueError, match="structured_outputs"):
         allowed("b")
+
+
+def test_an_interrupt_while_a_row_is_read_changes_nothing(model):
+    """It may come between a token and the note that it was read."""
+    allowed = letters_after(model)
+
+    def read():
+        allowed("a", "b")
+
+    allowed()  # from then on there is a row
+    positions = count_positions(read, grammar.__file__)
+    for position in range(positions):
+        allowed()
+        assert interrupted_at(position, read, grammar.__file__)
+        assert allowed("a", "b") == {"b", "c"}, position
 
 
 @pytest.mark.parametrize(
