@@ -50,9 +50,13 @@ class BlockManager:
         return list(range(self.pool.rings if self.pool.has_rings else 0))
 
     def _take_ring(self, sequence: PagedSequence) -> None:
-        """Gives a sequence that begins to run an fp16 ring, if the storage has rings: there is one for each."""
+        """Gives a sequence that begins to run an fp16 ring, if the storage has rings: there is one for each.
+
+        The one that is free longest, never that of an answer that ended in this step: if the step is interrupted, the
+        answer goes on with its ring.
+        """
         if self.pool.has_rings and sequence.ring < 0:
-            sequence.ring = self.free_rings.pop()
+            sequence.ring = self.free_rings.pop(0)
 
     def most(self, sequence: PagedSequence, count: int) -> int:
         """How many of ``count`` tokens a sequence may be fed at once.

@@ -249,6 +249,30 @@ def test_a_batch_that_is_interrupted_takes_its_requests_with_it() -> None:
     repeat(check, seconds=2.0)
 
 
+def test_an_answer_that_ended_in_an_interrupted_step_has_its_ring_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers that begin in the same step, of several to one prompt, get other rings."""
+    for seed in range(4):
+        wanted = engine({}).generate_batch([text(seed, 12)], **{**GREEDY, "max_new_tokens": 3})
+        serving = engine(dict(max_batch_size=4))
+        serving.add_request(text(seed, 12), **{**GREEDY, "max_new_tokens": 3})
+        outputs = [event.output for _ in range(2) for event in serving.step()]
+        serving.add_request(text(9, 20), max_new_tokens=2, seed=1, num_return_sequences=2)
+        fork = serving._outputs.scheduler.fork
+
+        def interrupted(*sequences: Any, fork: Any = fork) -> None:
+            fork(*sequences)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(serving._outputs.scheduler, "fork", interrupted)
+            serving.step()
+        outputs += [event.output for event in serving]
+        ended = [output for output in outputs if output and len(output.answers) == 1]
+        assert [output.answers for output in ended] == [output.answers for output in wanted]
+
+
 class Panic(BaseException):
     """As pyo3's PanicException."""
 
