@@ -87,13 +87,14 @@ class EngineCore:
         self._adapters = found
 
     def _scheduled(self) -> tuple[list[Work], list[Event]]:
-        """The work of the next forward pass, and events of requests whose pages could not be moved for it."""
-        events: list[Event] = []
-        while True:
-            try:
-                return self.scheduler.schedule(), events
-            except StorageError as error:
-                events += self.outputs.end(error.sequence.request, "error", error)
+        """The work of the next forward pass; none, but events, if a request ends whose pages could not be moved for it.
+
+        A pass would write to the pages it had, and if interrupted bring the request back without them.
+        """
+        try:
+            return self.scheduler.schedule(), []
+        except StorageError as error:
+            return [], self.outputs.end(error.sequence.request, "error", error)
 
     def _advance(
         self, works: Sequence[Work], choices: dict[PagedSequence, list[Choice]], now: float

@@ -273,6 +273,43 @@ def test_an_answer_that_ended_in_an_interrupted_step_has_its_ring_as_it_was(
         assert [output.answers for output in ended] == [output.answers for output in wanted]
 
 
+def test_pages_that_cannot_be_moved_are_given_to_nobody_in_a_step_that_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request they belong to fails; if it came back without them, it would go on with what others wrote."""
+    settings = dict(num_pages=4, max_batch_size=2, preemption="swap")
+    given: dict[str, Any] = dict(max_new_tokens=90, temperature=0.0)
+    serving, happened = engine(settings), list[str]()
+    read, forward = serving.pool.read, serving.model.forward_ragged
+
+    def fails(pages: Any) -> Any:
+        if not happened:
+            happened.append("failed")
+            raise MemoryError("no room to move to")
+        return read(pages)
+
+    def interrupted(*args: Any) -> Any:
+        found = forward(*args)
+        if happened == ["failed"]:
+            happened.append("interrupted")
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(serving.pool, "read", fails)
+    monkeypatch.setattr(serving.model, "forward_ragged", interrupted)
+    names = [serving.add_request(text(seed, 30), **given) for seed in (1, 2)]
+    outputs: dict[str, Any] = {}
+    while serving.has_unfinished:
+        with suppress(KeyboardInterrupt):
+            outputs.update({e.request_id: e.output for e in serving.step() if e.output})
+        assert serving.problems() == []
+    assert happened == ["failed", "interrupted"]
+    assert outputs[names[0]].error is None
+    for seed, name in zip((1, 2), names, strict=True):
+        [alone] = engine({}).generate_batch([text(seed, 30)], **given)
+        assert outputs[name].error or outputs[name].answers == alone.answers
+
+
 class Panic(BaseException):
     """As pyo3's PanicException."""
 
