@@ -88,6 +88,7 @@ class Undo:
             for sequence, saved in sequences:
                 if _put_back(sequence, saved):
                     pushed_out.append(sequence)
+        self._forget_pages_of_ended()
         outputs.cancelling.extendleft(reversed(self.cancelling))
         for entry in self.due:
             heapq.heappush(outputs.due, entry)
@@ -97,6 +98,14 @@ class Undo:
         self._counters.put_back(self._counted)
         self._counters.preemptions += len(pushed_out)
         self._counters.swaps += sum(sequence.swapped is not None for sequence in pushed_out)
+
+    def _forget_pages_of_ended(self) -> None:
+        """Cancelled and late requests end again, and keep no page: a pass behind their end may have written to it."""
+        late = {number for _, number, _, _ in self.due}
+        for request in self._requests:
+            if request in self.cancelling or request.number in late:
+                for sequence in request.sequences:
+                    sequence.keys = []
 
 
 def _saved(sequence: PagedSequence) -> Any:

@@ -417,6 +417,30 @@ def test_an_interrupt_while_pages_are_put_away_loses_none_for_good(
     assert {file.name for file in servers.files} == set(names)
 
 
+def test_an_end_that_is_repeated_keeps_no_page_that_others_have_written_to(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ends a request, lets another write to its pages, and is interrupted; the next one ends it again."""
+    serving, prompt = servers.start(num_pages=6), text(1, 3 * PAGE + 9)
+    name = serving.add_request(prompt, **{**GREEDY, "max_new_tokens": 20})
+    serving.step()
+    serving.add_request(text(2, 4 * PAGE + 9), **GREEDY)
+    serving.cancel(name)
+    forward = serving.model.forward_ragged
+
+    def interrupted(*args: Any) -> Any:
+        forward(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(prefix_store, "WAITING", 0)  # as if the writer were behind
+        patched.setattr(serving.model, "forward_ragged", interrupted)
+        serving.step()
+    list(serving)
+    assert serving.problems() == []
+    hits(servers.start(), prompt)
+
+
 def test_an_interrupt_while_weights_are_looked_at_mixes_no_models(servers: Servers) -> None:
     import copy
 
