@@ -139,11 +139,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
             self.lazy_initialization(keys, values)
         store = self._made()
         if keys.shape[0] != store.batch_size:
-            if not store.is_empty:
-                raise ValueError(
-                    f"{self.common.model}: the cache holds {store.batch_size} rows, and {keys.shape[0]} came; "
-                    "start a new cache, or call cache.batch_select_indices / cache.batch_repeat_interleave first"
-                )
+            self.check_rows(keys.shape[0])
             self.lazy_initialization(keys, values)
             store = self._made()
         if store.device != keys.device:
@@ -153,6 +149,15 @@ class CarambaLayer(StoringLayer, PackedLayer):
         if needed > store.max_seq_len:
             store.grow(max(needed, int(GROWTH * store.max_seq_len)))
         return store
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError if the layer holds tokens of another number of rows."""
+        store = self.store
+        if store is not None and store.batch_size != rows and not store.is_empty:
+            raise ValueError(
+                f"{self.common.model}: the cache holds {store.batch_size} rows, and {rows} came; "
+                "start a new cache, or call cache.batch_select_indices / cache.batch_repeat_interleave first"
+            )
 
     def reserve(self, tokens: int) -> None:
         """Makes room for rows of ``tokens``, or for as many tokens as a sliding layer keeps."""
@@ -204,22 +209,25 @@ class CarambaLayer(StoringLayer, PackedLayer):
         """Keeps all tokens until `crop`, including those outside the sliding window."""
         self.record_past = True
 
-    def crop(self, count: int) -> None:
-        """Removes the newest tokens; ``count`` means what it means for `Cache.crop` of the installed transformers.
+    def removed_by(self, count: int) -> int:
+        """How many tokens ``crop(count)`` removes; ``count`` means what it means for the installed transformers.
 
         Raises RuntimeError if tokens already dropped by the sliding window would become visible again.
         """
-        store = self.store
-        if store is None:
-            return
         removed = min(tokens_to_remove(count, self.length), self.length)
-        kept = store.pos - removed
-        if self.dropped and kept < (self.sliding_window or 0) - 1:
+        if self.dropped and self._made().pos - removed < (self.sliding_window or 0) - 1:
             raise RuntimeError(
                 f"{self.common.model}: {removed} tokens are to be taken off, and the sliding window of layer "
                 f"{self.index} keeps {SLACK} beyond its own; activate_past_recording() before they come"
             )
-        store.crop(removed)
+        return removed
+
+    def crop(self, count: int) -> None:
+        """Removes the newest tokens; argument and errors as in `removed_by`."""
+        store = self.store
+        if store is None:
+            return
+        store.crop(self.removed_by(count))
         recording, self.record_past = self.record_past, False
         self._leave_behind(0)
         self.record_past = recording

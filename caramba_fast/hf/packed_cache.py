@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from caramba_fast.hf.cache_state import load_state, move_stock, state_of
 from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
+from caramba_fast.hf.compat import query_length
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, StoringLayer
@@ -139,10 +140,31 @@ class CarambaCache(StoringCache):
         )
         return found
 
+    def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
+        """As `PackedCache.get_mask_sizes`; raises ValueError, before any layer is written, beyond ``max_seq_len``."""
+        if self.common.limit is not None:
+            self.common.check_length(self.length + query_length(given))
+        return super().get_mask_sizes(given, layer_idx)
+
+    def crop(self, count: int) -> None:
+        """Removes the newest tokens, of all layers or, if one of them refuses, of none.
+
+        ``count`` means what it means for `Cache.crop` of the installed transformers.
+        """
+        for layer in self._packed():
+            layer.removed_by(count)
+        # Layers of transformers first: the first of them may refuse, too.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CarambaLayer)):
+            layer.crop(count)
+
     def _offload_others(self, layer_idx: int) -> None:
         for index, layer in enumerate(self._packed()):
             if index != layer_idx:
                 layer.offload()
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError if the cache holds tokens of another number of rows."""
+        self._packed()[0].check_rows(rows)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
         """Records where rows start, (B,) or None for slot 0; False if that contradicts what is stored."""

@@ -336,6 +336,34 @@ def test_a_window_keeps_what_it_needs(gemma: Any, kind: str, monkeypatch: Any) -
         crop(cache, 40)
 
 
+def test_a_crop_that_a_layer_refuses_crops_none() -> None:
+    model = tiny("gemma3_text", layer_types=["full_attention", "sliding_attention"])
+    model.set_attn_implementation(register())
+    cache, ids = CarambaCache(model, "fp32"), tokens(1, 500)
+    for part in ids.split(100, dim=1):
+        fed(model, cache, part)
+    assert cache.layers[1].dropped
+    with pytest.raises(RuntimeError, match=r"400 tokens.*sliding window of layer 1"):
+        crop(cache, 400)
+    assert [layer.length for layer in cache.layers] == [500, 500]
+    crop(cache, 20)
+    assert [layer.length for layer in cache.layers] == [480, 480]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_that_are_not_attention_are_not_written_by_a_refused_pass(family: str) -> None:
+    model = hybrid(family)
+    cache, more = CarambaCache(model, "fp32", max_seq_len=12), tokens(2, 2, 1)
+    fed(model, cache, tokens(2, 10))
+    expected = fed(model, copy.deepcopy(cache), more)
+    with pytest.raises(ValueError, match=r"rows of 14 tokens.*max_seq_len=12"):
+        fed(model, cache, tokens(2, 4))
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f"the cache holds 2 rows, and {rows} came"):
+            fed(model, cache, tokens(rows, 2))
+    assert torch.equal(fed(model, cache, more), expected)
+
+
 def test_padding_between_tokens_is_right_through_tensors(llama: Any) -> None:
     ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[1, 5:8] = 0
