@@ -6,6 +6,7 @@ forward pass (`StepLayer`, `RaggedStepLayer`).
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,6 +61,18 @@ class Common:
     leftpad: Tensor | None = None
     query_rms: dict[int, Tensor] = field(default_factory=dict)
     dequantized: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Common:
+        """The state of a copied cache: it follows the attention of the same model, so the config is not copied.
+
+        If the model is copied along, and before the cache, the config is that of the new model.
+        """
+        made = memo[id(self)] = copy.copy(self)
+        for name, value in vars(self).items():
+            if name != "config":
+                setattr(made, name, copy.deepcopy(value, memo))
+        made.config = memo.get(id(self.config), self.config)
+        return made
 
     def why_dequantized(self) -> str:
         """Likely reason why a layer had to be dequantized."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -174,6 +175,22 @@ def test_what_a_static_cache_does_not_do_is_said() -> None:
         with pytest.raises(NotImplementedError, match=f"has no {name}.*use CarambaCache"):
             getattr(cache, name)(*given)
     assert held(cache) == before
+
+
+@torch.no_grad()
+def test_a_copy_knows_when_its_model_is_restored() -> None:
+    model = accelerate(tiny("llama"), "fp32")
+    cache = CarambaStaticCache(model, "fp32", max_cache_len=128)
+    ids = torch.arange(3, 12)[None]
+    model(ids, past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    expected, found = (model(ids[:, :1], past_key_values=x).logits for x in (cache, copied))
+    assert torch.equal(found, expected)
+    restore(model)
+    with pytest.raises(ValueError, match=r"does not use our attention.*accelerate"):
+        model(ids[:, :1], past_key_values=copied)
+    both = copy.deepcopy([model, cache])
+    assert both[1].common.config is both[0].config is not model.config
 
 
 @torch.no_grad()
