@@ -99,11 +99,17 @@ class CarambaStaticCache(StoringCache):
         return sizes
 
     def _check_room(self, tokens: int) -> None:
-        """Reads the length from the device, except during CUDA graph capture, which does not allow that."""
+        """Reads the length from the device, except during CUDA graph capture, which does not allow that.
+
+        After a compiled prompt, which the host knows nothing of, it also reads where the rows start.
+        """
         layer = self.layers[0]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        layer.check_room(layer.count(), tokens)
+        known, held = layer.counted, layer.count()
+        layer.check_room(held, tokens)
+        if held and not known:
+            self.common.leftpad = layer.starts.clone() if bool(layer.starts.any()) else None
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
         """Records where the mask says rows start, (B,) or None for slot 0; False if that contradicts what is stored."""

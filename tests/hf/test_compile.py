@@ -112,6 +112,21 @@ def test_compiled_passes_take_starts_of_rows_from_their_masks(family: str) -> No
         assert plain_loop(model, forward, cache) == expected
 
 
+def test_uncompiled_passes_go_on_where_rows_of_a_compiled_prompt_start() -> None:
+    model = tiny("llama")
+    expected = plain_loop(model, model, DynamicCache(config=model.config))
+    accelerate(model, "fp32")
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    cache = CarambaStaticCache(model, "fp32", max_cache_len=32)
+    cache.initialize(model, 2)
+    passes = iter([compiled, model, compiled, model])
+
+    def forward(**given: Any) -> Any:
+        return next(passes)(**given)
+
+    assert plain_loop(model, forward, cache) == expected
+
+
 @pytest.mark.parametrize("kind", ["fp32", "q4"])
 @pytest.mark.parametrize("prefill", ["exact", "stored"])
 def test_compiled_prompts_of_generate_know_where_rows_start(kind: str, prefill: Any) -> None:
