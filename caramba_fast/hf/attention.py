@@ -68,11 +68,7 @@ def caramba_attention(
     weights = _wants_weights(module, kwargs)
     static = attended_layer(key)
     if static is not None:
-        if weights:
-            raise ValueError(
-                "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
-            )
-        static.check_mask(attention_mask)
+        static.check_call(query.shape[2], attention_mask, weights)
         out = static.attend(query, **_options(scaling, softcap, sinks))
         return without_gradient(out, query, *static.sources).transpose(1, 2).contiguous(), None
     if not weights and _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):

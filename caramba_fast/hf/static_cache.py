@@ -94,7 +94,10 @@ class CarambaStaticCache(StoringCache):
             expect_compiled_mask(self)
         else:
             _check_attention(self.common.model, self.common.config)
-            self._check_room(query_length(given))
+            tokens = query_length(given)
+            self._check_room(tokens)
+            for layer in () if self.exact_next else self.layers:
+                layer.check_chunks(tokens)
             expect_mask(self, sizes[0], self.layers[layer_idx].sliding_window)
         return sizes
 
@@ -110,6 +113,10 @@ class CarambaStaticCache(StoringCache):
         layer.check_room(held, tokens)
         if held and not known:
             self.common.leftpad = layer.starts.clone() if bool(layer.starts.any()) else None
+
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError if the cache was made for another number of rows."""
+        self.layers[0].check_rows(rows)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
         """Records where the mask says rows start, (B,) or None for slot 0; False if that contradicts what is stored."""

@@ -108,6 +108,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             self.check_room(self.counted, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.check_rows(key_states.shape[0])
         exact = self.is_empty and self.common.settings.prefill == "exact"
         if self.is_empty and eager:
             self._first(values_of(key_states).detach(), value_states.detach())
@@ -155,6 +156,14 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
                 f"{held}, and {tokens} more came; make a CarambaStaticCache with a larger max_cache_len"
             )
 
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError if the buffers are of another number of rows."""
+        if self.is_initialized and rows != self.batch_size:
+            raise ValueError(
+                f"{self.common.model}: the static cache has {self.batch_size} rows, and {rows} came; "
+                "make another one"
+            )
+
     def count(self) -> int:
         """Tokens of a row, compiled steps included, read from the device."""
         self.counted = int(self.cumulative_length) if self.is_initialized else 0
@@ -169,11 +178,6 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
 
     def _first(self, keys: Tensor, values: Tensor) -> None:
         """Stores the first tokens, which attention may read unquantized."""
-        if keys.shape[0] != self.batch_size:
-            raise ValueError(
-                f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
-                "make another one"
-            )
         self.take_starts()
         store = self._made()
         exact = self.common.settings.prefill == "exact"
@@ -214,24 +218,35 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         assert isinstance(found, Tensor)
         return found
 
-    def check_mask(self, mask: Tensor | None) -> None:
-        """Raises ValueError for a custom mask: a static cache reads no masks.
+    def check_call(self, tokens: int, mask: Tensor | None, weights: bool) -> None:
+        """Raises ValueError for what a static cache does not do: the caller's own mask, and returning weights.
 
-        A flag tracks whose mask it is, because masks may be copied or sliced before they get here.
+        The ``tokens`` just stored are removed first, so that the cache is what it was before the refused pass. A flag
+        tracks whose mask it is, because masks may be copied or sliced before they get here.
         """
+        if weights:
+            self._forget(tokens)
+            raise ValueError(
+                "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
+            )
         if mask is not None and not self.mask_is_ours:
+            self._forget(tokens)
             raise ValueError(
                 "a static cache takes attention_mask as (B, tokens), not a mask "
                 f"{tuple(mask.shape)} of the caller's own; use CarambaCache"
             )
         self.mask_is_ours = False
 
-    def _chunk_starts(self, tokens: int) -> Tensor:
-        if tokens > 1:
+    def check_chunks(self, tokens: int) -> None:
+        """Raises ValueError if the layer attends within chunks and cannot take so many ``tokens`` at once."""
+        if self.chunked and tokens > 1:
             raise ValueError(
                 f"{self.common.model}: attention within chunks takes one token at a time of a static cache; "
                 "prefill at once, or use CarambaCache"
             )
+
+    def _chunk_starts(self, tokens: int) -> Tensor:
+        self.check_chunks(tokens)
         newest, chunk = self.lengths - 1 - self.starts, self.sliding_window
         assert chunk is not None
         return self.starts + torch.div(newest, chunk, rounding_mode="floor") * chunk
@@ -271,13 +286,20 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         if not self.is_initialized:
             return
         held = self.count()
-        removed = min(tokens_to_remove(count, held), held)
+        self._remove(min(tokens_to_remove(count, held), held))
+
+    def _remove(self, removed: int) -> None:
         self._tell_store()
         self._made().crop(removed)
         self.lengths.sub_(removed)
         self.cumulative_length.sub_(removed)
-        self.counted = held - removed
+        self.counted -= removed
         self.is_empty = not self.counted
+
+    def _forget(self, tokens: int) -> None:
+        """Removes the newest tokens of an uncompiled pass; while a pass is compiled, nothing is stored yet."""
+        if not torch.compiler.is_compiling():
+            self._remove(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders rows: new row b is old row ``beam_idx[b]``."""

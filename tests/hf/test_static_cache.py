@@ -178,6 +178,35 @@ def test_what_a_static_cache_does_not_do_is_said() -> None:
 
 
 @torch.no_grad()
+def test_a_refused_pass_leaves_the_cache_as_it_was() -> None:
+    model = accelerate(tiny("llama"), "q4")
+    cache = CarambaStaticCache(model, "q4", max_cache_len=64)
+    prompt = batch()["input_ids"]
+    model(prompt, past_key_values=cache)
+    before, ids = held(cache), prompt[:, :1]
+    own = torch.ones(2, 1, 1, 64, dtype=torch.bool)
+    for reason, options in {
+        "not a mask": {"attention_mask": own},
+        "gives no weights": {"output_attentions": True},
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            model(ids, past_key_values=cache, **options)
+        assert [int(layer.cumulative_length) for layer in cache.layers] == [20, 20]
+        assert held(cache) == before
+    for rows in (1, 3):
+        given = {"input_ids": ids[:1].repeat(rows, 1), "attention_mask": torch.ones(rows, 21)}
+        given["attention_mask"][-1, :5] = 0
+        with pytest.raises(ValueError, match=f"has 2 rows, and {rows} came; make another one"):
+            model(**given, past_key_values=cache)
+    chunked = accelerate(tiny("llama4_text"), "q4")
+    cache = CarambaStaticCache(chunked, "q4", max_cache_len=64)
+    chunked(prompt, past_key_values=cache)
+    with pytest.raises(ValueError, match="one token at a time"):
+        chunked(ids.repeat(1, 3), past_key_values=cache)
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [20, 20]
+
+
+@torch.no_grad()
 def test_a_copy_knows_when_its_model_is_restored() -> None:
     model = accelerate(tiny("llama"), "fp32")
     cache = CarambaStaticCache(model, "fp32", max_cache_len=128)
