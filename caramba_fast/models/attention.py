@@ -181,7 +181,8 @@ class DecoupledAttention(nn.Module):
             else:
                 nulls: dict[str, Any] = {**self._null()}
                 out = cache.attend(q_sem, q_geo if rope is None else rope.out, **nulls)
-                out = without_gradient(out, q_sem, q_geo, k_sem, k_geo, v, *nulls.values())
+                if torch.is_grad_enabled():
+                    out = without_gradient(out, q_sem, q_geo, k_sem, k_geo, v, *nulls.values())
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
@@ -245,7 +246,8 @@ class Attention(Projecting):
             else:
                 window = (-1, -1) if self.window is None else (self.window - 1, 0)
                 out = cache.attend(q if rope is None else rope.out, window_size=window)
-                out = without_gradient(out, q, k, v)
+                if torch.is_grad_enabled():
+                    out = without_gradient(out, q, k, v)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
