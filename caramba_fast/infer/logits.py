@@ -65,8 +65,10 @@ class LogitsProcessors:
         if not biases:
             return None
         dense = torch.zeros(self._vocab, device="cpu")
-        for token, bias in biases.items():
-            dense[token] = bias
+        tokens, values = (
+            torch.tensor(list(x), device="cpu") for x in zip(*biases.items(), strict=True)
+        )
+        dense[tokens] = values
         return dense.to(self._device)
 
     @property
