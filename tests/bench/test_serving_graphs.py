@@ -18,7 +18,7 @@ def test_padded_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "rows", "others_change"),
     [
-        (4, lambda count: slice(count, None), True),  # rows without a sequence: another's ring
+        (4, lambda count: slice(count, None), True),  # rows without a sequence: a real ring
         (2, slice, False),  # no sequence sees its newest token
     ],
 )
@@ -30,7 +30,7 @@ def test_steps_that_are_wrong_are_told(
 
     def wrong(batch: DecodeBatch, tokens: Any, stretches: Any) -> None:
         fill(batch, tokens, stretches)
-        batch._given[line, rows(len(tokens))] = 0
+        batch._given[line, rows(len(tokens))] = graphs.ROWS - 1 if others_change else 0
 
     monkeypatch.setattr(DecodeBatch, "fill", wrong)
     assert graphs.main(["--device", "cpu", "--kinds", "q4"]) == 1
