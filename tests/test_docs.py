@@ -179,15 +179,16 @@ def test_readme_links():
         assert (ROOT / target).exists(), target
 
 
-def test_a_pass_measures_what_decode_steps_see():
+@pytest.mark.parametrize("kind", ["q4", "q4:plain"])
+def test_a_pass_measures_what_decode_steps_see(kind):
     page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
     (chapter,) = re.findall(r"^## Measuring quality\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
     space: dict[str, Any] = {}
     exec(blocks(chapter, "python")[0], space)
-    model = accelerate(tiny("llama", initializer_range=0.2), "q4:plain")
+    model = accelerate(tiny("llama", initializer_range=0.2), kind)
     plain = model(ids := torch.randint(3, 97, (2, 90))).logits
-    found = space["logits_through"](model, ids, "q4:plain")
-    cache = CarambaCache(model, "q4:plain", prefill="stored")
+    found = space["logits_through"](model, ids, kind)
+    cache = CarambaCache(model, kind, prefill="stored")
     with torch.no_grad():
         steps = [model(part, cache=cache).logits for part in ids.split(1, dim=1)]
     wanted = torch.cat(steps, dim=1)

@@ -221,8 +221,9 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     def check_call(self, tokens: int, mask: Tensor | None, weights: bool) -> None:
         """Raises ValueError for what a static cache does not do: the caller's own mask, and returning weights.
 
-        The ``tokens`` just stored are removed first, so that the cache is what it was before the refused pass. A flag
-        tracks whose mask it is, because masks may be copied or sliced before they get here.
+        The ``tokens`` just stored are cropped first, so that the cache is what it was before the refused pass; after
+        more than ``tail_slack`` of them, tokens that were in the tail are read as stored. A flag tracks whose mask it
+        is, because masks may be copied or sliced before they get here.
         """
         if weights:
             self._forget(tokens)

@@ -102,6 +102,7 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
         The rotated q and k, same shapes and dtype, contiguous.
 
     Raises:
+        RuntimeError: in a backward pass through the results; the op has no derivative.
         TypeError, ValueError: dtypes, shapes or devices that do not match.
     """
     given = {"q": q, "k": k, "cos": cos, "sin": sin}

@@ -69,6 +69,7 @@ def decode_attention(
         out (B, H_q, T, D_v) in q's dtype, and lse if requested. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
+        RuntimeError: in a backward pass through the results; the op has no derivative.
         TypeError, ValueError: naming every wrong argument, its value and what is allowed.
     """
     out, lse = attention_call.call(
@@ -106,6 +107,7 @@ def decoupled_decode_attention(
         out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if requested.
 
     Raises:
+        RuntimeError: in a backward pass through the results; the op has no derivative.
         TypeError, ValueError: naming every wrong argument, its value and what is allowed.
     """
     out, lse = attention_call.call(

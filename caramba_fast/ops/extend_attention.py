@@ -71,6 +71,7 @@ def extend_attention(
         out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if requested.
 
     Raises:
+        RuntimeError: in a backward pass through the results; the op has no derivative.
         TypeError, ValueError: naming every wrong argument, its value and what is allowed.
     """
     out, lse = attention_call.call(

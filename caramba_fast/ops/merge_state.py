@@ -48,6 +48,7 @@ def merge_state(
         out and lse of the same shapes, contiguous; two empty sides give 0 and -inf.
 
     Raises:
+        RuntimeError: in a backward pass through the results; the op has no derivative.
         TypeError, ValueError: dtypes, shapes or devices that do not match.
     """
     for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
