@@ -33,4 +33,4 @@ PROMPTED = ("q4", "nf4", "q8", "q8:plain", ROTATED)
 #: Bits of the caches that `kivi` emulates, by name.
 KIVI = {"KIVI, 2 bits": 2, "KIVI, 4 bits": 4}
 #: Caches of the tasks; the last has to fail.
-TASKS = ("q8", "q4", "nf4", *KIVI, ROTATED, "q4:plain")
+TASKS = ("q8", "q4", TAILED, "nf4", *KIVI, ROTATED, "q4:plain")
