@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from caramba_fast.cache import LayerKVCache, Rope
+from caramba_fast.hf.compat import stock_layers
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.rotary import appended, to_append
 from caramba_fast.hf.scope import INSTEAD, NAME, implementation
@@ -50,6 +51,7 @@ class Common:
         leftpad: (B,) int32, the slot of each row's first token; None for slot 0. Replaced, never modified in place.
         query_rms: layer index -> RMS of its queries (`Capabilities.query_rms`).
         dequantized: how many times keys or values were dequantized to tensors.
+        fits: another config that `check_layers` has accepted.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Common:
     leftpad: Tensor | None = None
     query_rms: dict[int, Tensor] = field(default_factory=dict)
     dequantized: int = 0
+    fits: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Common:
         """The state of a copied cache: it follows the attention of the same model, so the config is not copied.
@@ -69,7 +72,7 @@ class Common:
         """
         made = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
-            if name != "config":
+            if name not in ("config", "fits"):
                 setattr(made, name, copy.deepcopy(value, memo))
         made.config = memo.get(id(self.config), self.config)
         return made
@@ -81,6 +84,18 @@ class Common:
         if self.config is not None and implementation(self.config) != NAME:
             return "it has its own attention; caramba_fast.accelerate(model) gives it one that reads packed"
         return f"its attention (or its mask) needs keys and values as tensors; {INSTEAD}"
+
+    def check_layers(self, layers: int, config: Any) -> None:
+        """Raises ValueError if a model with this text config has more than ``layers`` layers with a cache."""
+        if config is None or config is self.config or config is self.fits:
+            return
+        needed = len(stock_layers(config))
+        if needed > layers:
+            raise ValueError(
+                f"a cache for {self.model}, of {layers} layers, does not serve a model of {needed}; "
+                "a CarambaCache is made for the model that uses it"
+            )
+        self.fits = config
 
     def check_length(self, tokens: int) -> None:
         """Raises ValueError if rows of ``tokens`` exceed `limit`."""

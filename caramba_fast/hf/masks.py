@@ -247,7 +247,7 @@ def caramba_mask(**given: Any) -> Tensor | None:
     cache = _expecting(call.keys)
     if cache is None:
         return _of_stock_cache(call)
-    cache.check_rows(call.batch)
+    cache.check_rows(call.batch, given.get("config"))
     if cache.is_compileable:
         _start_static(cache, call)
         return call.dense()

@@ -162,8 +162,9 @@ class CarambaCache(StoringCache):
             if index != layer_idx:
                 layer.offload()
 
-    def check_rows(self, rows: int) -> None:
-        """Raises ValueError if the cache holds tokens of another number of rows."""
+    def check_rows(self, rows: int, config: Any = None) -> None:
+        """Raises ValueError if the cache holds tokens of another number of rows, or is for a model of fewer layers."""
+        self.common.check_layers(len(self.layers), config)
         self._packed()[0].check_rows(rows)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:

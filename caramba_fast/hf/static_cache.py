@@ -114,8 +114,9 @@ class CarambaStaticCache(StoringCache):
         if held and not known:
             self.common.leftpad = layer.starts.clone() if bool(layer.starts.any()) else None
 
-    def check_rows(self, rows: int) -> None:
-        """Raises ValueError if the cache was made for another number of rows."""
+    def check_rows(self, rows: int, config: Any = None) -> None:
+        """Raises ValueError if the cache was made for another number of rows, or a model of fewer layers."""
+        self.common.check_layers(len(self.layers), config)
         self.layers[0].check_rows(rows)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:

@@ -160,7 +160,7 @@ class PackedCache(Cache):
         expect_mask(self, sizes[0], getattr(self.layers[layer_idx], "sliding_window", None))
         return sizes
 
-    def check_rows(self, rows: int) -> None:
+    def check_rows(self, rows: int, config: Any = None) -> None:
         """Raises ValueError if the cache holds another number of rows; one of a single pass is made for its own."""
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:

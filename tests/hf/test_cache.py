@@ -17,7 +17,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config, PreTrainedModel
 
 from caramba_fast import KVCacheKind, KVCacheTensorConfig
-from caramba_fast.hf import CarambaCache, accelerate, compat, growing_layer, register, restore
+from caramba_fast.hf import (
+    CarambaCache,
+    CarambaStaticCache,
+    accelerate,
+    compat,
+    growing_layer,
+    register,
+    restore,
+)
 from caramba_fast.hf.cache_state import load_stock, state_of_stock
 
 KINDS = ["fp32", "q8", "q4", "nf4:plain,sink_len=4,residual_len=8", "q8/q4:rotate"]
@@ -348,6 +356,26 @@ def test_a_crop_that_a_layer_refuses_crops_none() -> None:
     assert [layer.length for layer in cache.layers] == [500, 500]
     crop(cache, 20)
     assert [layer.length for layer in cache.layers] == [480, 480]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_of_a_model_with_fewer_layers_is_refused_before_anything_is_written(
+    static: bool,
+) -> None:
+    small, large = (tiny("llama", num_hidden_layers=n) for n in (2, 3))
+    for model in (small, large):
+        model.set_attn_implementation(register())
+    cache = (
+        CarambaStaticCache(small, "q8", max_cache_len=32) if static else CarambaCache(small, "q8")
+    )
+    other = copy.deepcopy(small)  # as deep, so its passes are served
+    fed(other, cache, tokens(1, 5))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"LlamaForCausalLM, of 2 layers, does not serve .* of 3"
+        ):
+            fed(large, cache, tokens(1, 2, 1))
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [5, 5]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
