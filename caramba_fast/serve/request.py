@@ -116,7 +116,8 @@ class PagedSequence(TokenSequence):
         swapped: its pages and ring in host memory, while it is swapped out.
         ticket: its place in line, taken when it begins to wait.
         furthest: most tokens that were ever cached.
-        turn, turn_start: tokens cached, and tokens generated, when its turn began.
+        paid_at: tokens cached once it has got as many as were recomputed for its turn.
+        turn_start: tokens generated when its turn began.
         prefix_hit: prompt tokens found in cached pages.
         preemptions: times it was preempted.
         written: pieces of its text.
@@ -137,7 +138,7 @@ class PagedSequence(TokenSequence):
         self.contents: list[Content] = []
         self.epoch = self.ticket = -1
         self.swapped: SwappedOut | None = None
-        self.furthest = self.turn = self.turn_start = 0
+        self.furthest = self.paid_at = self.turn_start = 0
         self.prefix_hit = self.preemptions = self.emitted = self.told = 0
         self.written: list[str] = []
         self.is_over = False

@@ -83,7 +83,7 @@ class Scheduler:
         """``other`` continues from the pages of ``sequence``, which both then hold."""
         self.blocks.fork(sequence, other)
         other.ticket, other.furthest = sequence.ticket, sequence.furthest
-        other.turn, other.turn_start = sequence.turn, sequence.turn_start
+        other.paid_at, other.turn_start = sequence.paid_at, sequence.turn_start
         insort(self.running, other, key=lambda a: a.age)
 
     def remove(self, sequence: PagedSequence) -> None:
@@ -259,8 +259,13 @@ class Scheduler:
 
     def _had_its_turn(self, sequence: PagedSequence) -> bool:
         """Whether it got the tokens of its turn: ``fair_tokens``, and as many as were recomputed for it."""
-        paid = sequence.furthest >= 2 * sequence.turn
+        paid = sequence.furthest >= sequence.paid_at
         return paid and sequence.turn_tokens >= self.settings.fair_tokens
+
+    @staticmethod
+    def _begin_turn(sequence: PagedSequence) -> None:
+        recomputed = sequence.furthest - sequence.cached
+        sequence.paid_at, sequence.turn_start = sequence.furthest + recomputed, sequence.new
 
     @staticmethod
     def _slots(sequence: PagedSequence) -> int:
@@ -274,7 +279,7 @@ class Scheduler:
         count = blocks.most(sequence, min(sequence.pending, budget))
         if sequence.swapped is not None:
             back = blocks.swap_in(sequence, count, len(self.running))
-            sequence.turn, sequence.turn_start = sequence.furthest, sequence.new
+            self._begin_turn(sequence)
             return count if back else 0
         needed = blocks.take_up(sequence)
         count = blocks.most(sequence, min(sequence.pending, budget))
@@ -285,7 +290,7 @@ class Scheduler:
             blocks.release(sequence)
             return 0
         blocks.learn(sequence)
-        sequence.turn, sequence.turn_start = sequence.furthest, sequence.new
+        self._begin_turn(sequence)
         if not sequence.preemptions:
             sequence.prefix_hit = sequence.cached
             self.counters.prefix_hit_tokens += sequence.cached
