@@ -46,7 +46,9 @@ def load_model(
             and lists what is missing or unexpected.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
+        raise TypeError(
+            f"dtype is {dtype!r}; allowed are torch.float32, torch.float16, torch.bfloat16, None"
+        )
     folder = local_path(path, revision)
     if folder.suffix == GGUF and folder.is_file():
         file = GgufFile(folder)

@@ -283,6 +283,8 @@ def test_inverse_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> Non
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(TypeError, match="float16"):
         load_model(folder, dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"'float16'; allowed are torch\.float32"):
+        load_model(folder, dtype="float16")  # type: ignore[arg-type]
 
 
 class Touches:
