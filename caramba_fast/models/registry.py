@@ -74,7 +74,8 @@ def as_language_model(model: Any) -> LanguageModel:
     raise TypeError(
         f"{type(model).__name__} is no LanguageModel: it lacks {', '.join(missing_names(model))} "
         "(see caramba_fast.models.LanguageModel); a transformers causal language model or a "
-        "model(tokens, ctx=...) with a cache_layout is wrapped by itself"
+        "model(tokens, ctx=...) with a cache_layout is wrapped by itself, and a path or Hub id is loaded by "
+        "caramba_fast.models.load, or with its tokenizer by Generator.from_checkpoint"
     )
 
 
