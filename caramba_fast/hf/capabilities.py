@@ -260,7 +260,10 @@ def _reason(model: Any) -> str | None:
         return "it has cross-attention (add_cross_attention)"
     if not model.can_generate():
         return "it has no language-model head, so it cannot generate"
-    if model.get_input_embeddings().weight.is_meta:
+    embeddings = model.get_input_embeddings()
+    if embeddings.weight.is_meta:
+        if hasattr(embeddings, "_hf_hook"):
+            return "its embeddings are offloaded: keep them on a device (device_map=...); layers may be offloaded"
         return "its weights are on the meta device: load them first"
     if model.dtype == torch.float64:
         return "its weights are float64: model.float() makes them float32"

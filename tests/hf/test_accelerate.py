@@ -295,6 +295,10 @@ def test_what_is_no_model_is_refused_with_what_to_give() -> None:
     for kind in KINDS:
         with pytest.raises(TypeError, match="meta device: load them first"):
             accelerate(tiny("llama").to("meta"), kind)
+    offloaded = tiny("llama").to("meta")
+    offloaded.get_input_embeddings()._hf_hook = object()  # as the package accelerate leaves it
+    with pytest.raises(TypeError, match="its embeddings are offloaded: keep them on a device"):
+        accelerate(offloaded, "q8")
 
 
 def messages(model: PreTrainedModel, cache: Any, steps: int = 3) -> list[str]:
