@@ -43,7 +43,7 @@ class Generator(SavableGenerator):
     """Generates with a model and keeps the conversation until `reset`.
 
     A second `generate` continues the first: it feeds the last sampled token, which is not in the cache yet, then the
-    new input.
+    new input. It takes one call at a time; threads need a generator each, and may share the model.
 
     Args:
         model: a `LanguageModel`, such as `caramba_fast.models.Transformer`, or a model that
