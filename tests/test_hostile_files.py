@@ -320,7 +320,7 @@ def readers() -> set[str]:
 def test_no_reader_is_forgotten() -> None:
     known = {name for form in FORMATS.values() for name in form.readers}
     wrappers = {  # they call a reader above by its name
-        "models/checkpoint.py:load_model", "models/registry.py:sketch", "models/registry.py:open_model",
+        "models/checkpoint.py:load_model", "models/registry.py:sketch", "models/registry.py:load",
         "cli/plan.py:run_plan", "cli/quality.py:run_quality",
     }  # fmt: skip
     missing = readers() - known - TRUSTED - wrappers

@@ -40,8 +40,8 @@ from caramba_fast.bench.serving.serve_load import CONCURRENCY, Item, load, perce
 from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, GREEDY, PAGE_SIZE
 from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
 from caramba_fast.models import held_out_text
+from caramba_fast.models.registry import load as load_model
 from caramba_fast.models.registry import model_folder as local_folder
-from caramba_fast.models.registry import open_model
 from caramba_fast.serve import Engine
 
 ENGINE, OURS = "engine", ("engine", "http, streamed", "http, whole")
@@ -81,7 +81,7 @@ class Direct:
 
     def __init__(self, folder: Path, cache: str, tokenizer: TextTokenizer) -> None:
         self.engine = Engine(
-            open_model(folder, "cpu", "float32"), cache_kind=cache, page_size=PAGE_SIZE, tokenizer=tokenizer,
+            load_model(folder), cache_kind=cache, page_size=PAGE_SIZE, tokenizer=tokenizer,
             max_batch_size=CONCURRENCY, max_batch_tokens=BATCH_TOKENS, **GREEDY,
         )  # fmt: skip
 

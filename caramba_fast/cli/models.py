@@ -17,7 +17,7 @@ from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig
 from caramba_fast.infer.saved import SavedSession, filled, read_session
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter, find_tokenizer
 from caramba_fast.manifest.prepare import build
-from caramba_fast.models.registry import LOOKUP, check_device, model_folder, open_model
+from caramba_fast.models.registry import LOOKUP, check_device, load, model_folder
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -60,10 +60,10 @@ def open_generator(
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
-    model = open_model(folder, setup.device, setup.dtype)
+    model = load(folder, setup.device, setup.dtype)
     draft = None
     if draft_folder is not None:
-        draft = open_model(draft_folder, setup.device, setup.dtype)
+        draft = load(draft_folder, setup.device, setup.dtype)
     return build(model, draft, config, tokenizer), tokenizer
 
 

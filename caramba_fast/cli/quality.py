@@ -25,9 +25,10 @@ from caramba_fast.models import (
     held_out_text,
     load_demo,
 )
+from caramba_fast.models.checkpoint import dtype_of
 from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.hub import local_path
-from caramba_fast.models.registry import check_device, dtype_of, load
+from caramba_fast.models.registry import check_device, load
 from caramba_fast.quality import (
     CacheQuality,
     QualityReport,

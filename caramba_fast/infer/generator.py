@@ -70,7 +70,7 @@ class Generator(SavableGenerator):
         tokenizer: Any = None,
         *,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = torch.float32,
+        dtype: torch.dtype | str | None = torch.float32,
         revision: str | None = None,
         config: GenerateConfig | None = None,
         **overrides: Unpack[GenerateOptions],
@@ -82,7 +82,7 @@ class Generator(SavableGenerator):
                 through transformers.
             tokenizer: a tokenizer folder, a ``tokenizer.json``, or a tokenizer object; None takes the checkpoint's
                 own, and leaves `Generator.tokenizer` at None if it has none.
-            device, dtype: device and dtype of the weights; dtype None for that of the checkpoint.
+            device, dtype: device and dtype of the weights; dtype None or "auto" for that of the checkpoint.
             revision: branch, tag or commit, if path is a Hub id.
             config, overrides: settings, as in `Generator`.
 

@@ -19,7 +19,7 @@ from caramba_fast.manifest.schema import (
     write_json,
 )
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.registry import open_model
+from caramba_fast.models.registry import load
 
 Say = Callable[[str], None]
 #: Percentiles of a benchmark's figures.
@@ -48,7 +48,7 @@ def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
     """Reports of one target's runs; its model is freed before the next target's is loaded."""
     target = ready.target
     say(f"{target.name}: loading {target.model}")
-    model = open_model(ready.folder, target.device, target.dtype)
+    model = load(ready.folder, target.device, target.dtype)
     for run in ready.runs:
         say(f"{target.name}/{run.spec.id}: {run.spec.mode}")
         yield _done(ready, run, model)
@@ -56,7 +56,7 @@ def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
 
 def _done(ready: Prepared, run: PreparedRun, model: LanguageModel) -> RunReport:
     target, texts = ready.target, list[str]()
-    draft = None if run.draft is None else open_model(run.draft, target.device, target.dtype)
+    draft = None if run.draft is None else load(run.draft, target.device, target.dtype)
     if run.spec.mode == "benchmark":
         metrics, report = _measured(run, model, draft, ready.tokenizer)
     else:

@@ -21,12 +21,29 @@ from caramba_fast.models.transformer import Transformer
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Dtypes of weights, as safetensors names them.
 FLOATS = ("F64", "F32", "F16", "BF16")
+#: Dtypes that weights may be loaded in, and the name that stands for the checkpoint's own.
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+AUTO = "auto"
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype given as itself or by name; None, for the checkpoint's own, also as "auto".
+
+    Raises ValueError for another name, TypeError for another dtype.
+    """
+    if isinstance(dtype, str):
+        if dtype not in (AUTO, *DTYPES):
+            raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join((AUTO, *DTYPES))}")
+        return DTYPES.get(dtype)
+    if dtype not in (None, *DTYPES.values()):
+        raise TypeError(f"dtype is {dtype}; allowed are {', '.join(DTYPES)}, None")
+    return dtype
 
 
 def load_model(
     path: str | Path,
     *,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | str | None = torch.float32,
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> Transformer:
@@ -35,20 +52,17 @@ def load_model(
     Args:
         path: a folder as ``save_pretrained`` writes it, a GGUF file, or a Hub id (``organisation/name``), which is
             downloaded if there is no such path.
-        dtype: float32, float16, bfloat16, or None for the checkpoint's own; for GGUF that is float32 if all weights
-            are, else bfloat16 or float16.
+        dtype: float32, float16, bfloat16 or their names, or None or "auto" for the checkpoint's own; for GGUF that is
+            float32 if all weights are, else bfloat16 or float16.
         device: device of the weights.
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        TypeError: another dtype.
+        TypeError, ValueError: another dtype.
         CheckpointError: the folder is missing, damaged, unsafe or of an unsupported family; the message names the file
             and lists what is missing or unexpected.
     """
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(
-            f"dtype is {dtype!r}; allowed are torch.float32, torch.float16, torch.bfloat16, None"
-        )
+    dtype = dtype_of(dtype)
     folder = local_path(path, revision)
     if folder.suffix == GGUF and folder.is_file():
         file = GgufFile(folder)

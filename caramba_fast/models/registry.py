@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from caramba_fast.models.checkpoint import WeightFiles, load_model
+from caramba_fast.models.checkpoint import WeightFiles, dtype_of, load_model
 from caramba_fast.models.config import CheckpointError, ModelConfig, UnsupportedCheckpointError
 from caramba_fast.models.context import ContextModel, takes_context
 from caramba_fast.models.demos import demo_path
@@ -87,7 +87,7 @@ def missing_names(model: Any) -> list[str]:
 def load(
     path: str | Path,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | str | None = torch.float32,
     revision: str | None = None,
 ) -> LanguageModel:
     """Loads the language model in a Hugging Face checkpoint folder, in a GGUF file, or on the Hub.
@@ -99,13 +99,15 @@ def load(
         path: a folder, a ``.gguf`` file, or a Hub id (``organisation/name``), which is downloaded if there is no such
             path.
         device: device of the weights.
-        dtype: float32, float16, bfloat16, or None for the checkpoint's own.
+        dtype: float32, float16, bfloat16 or their names, or None or "auto" for the checkpoint's own.
         revision: branch, tag or commit of a Hub id.
 
     Raises:
+        TypeError, ValueError: another dtype.
         CheckpointError: the path is missing, a pickle or damaged, or neither way supports the model; the message gives
             both reasons.
     """
+    dtype = dtype_of(dtype)
     folder = checkpoint_folder(path, revision)
     try:
         return merge_projections(load_model(folder, dtype=dtype, device=device))
@@ -172,8 +174,6 @@ def _import_lazy() -> None:
 #: Name of the draft that needs no model: prompt lookup.
 LOOKUP = "lookup"
 DEMO = "demo"
-DTYPES = ("float32", "float16", "bfloat16")
-AUTO = "auto"
 
 
 def model_folder(name: str, base: Path = Path(), revision: str | None = None) -> Path:
@@ -190,22 +190,6 @@ def model_folder(name: str, base: Path = Path(), revision: str | None = None) ->
         return demo_path(which or "gqa")
     is_id = HUB_ID.fullmatch(name) and not (base / name).exists()
     return checkpoint_folder(name if is_id else base / name, revision)
-
-
-def open_model(folder: Path, device: str, dtype: str) -> LanguageModel:
-    """Loads the model of a checkpoint folder; dtype "auto" keeps the stored one.
-
-    Raises:
-        ValueError: an unknown dtype, or a folder that cannot be used.
-    """
-    return load(folder, device, dtype_of(dtype))
-
-
-def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype of a name, None for "auto"; raises ValueError for an unknown name."""
-    if name not in (AUTO, *DTYPES):
-        raise ValueError(f"dtype is {name!r}; allowed are {', '.join((AUTO, *DTYPES))}")
-    return None if name == AUTO else getattr(torch, name)
 
 
 def sketch(folder: Path) -> LanguageModel | None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from caramba_fast.models import CheckpointError, ModelConfig, Transformer, load_model
+from caramba_fast.models import CheckpointError, ModelConfig, Transformer, load, load_model
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -283,8 +283,14 @@ def test_inverse_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> Non
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(TypeError, match="float16"):
         load_model(folder, dtype=torch.int8)
-    with pytest.raises(TypeError, match=r"'float16'; allowed are torch\.float32"):
-        load_model(folder, dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype is 'int8'; allowed are auto, float32"):
+        load_model(folder, dtype="int8")
+
+
+def test_a_dtype_may_be_given_by_its_name(folder: Path) -> None:
+    for load_from in (load_model, load):
+        for name, wanted in {"bfloat16": torch.bfloat16, "auto": torch.float32}.items():
+            assert {x.dtype for x in load_from(folder, dtype=name).parameters()} == {wanted}
 
 
 class Touches:
