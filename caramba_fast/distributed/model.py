@@ -65,6 +65,16 @@ class ParallelModel:
         return self.model.vocab_size
 
     @property
+    def trained_positions(self) -> int | None:
+        """Longest text, in tokens, that the model was trained for, if it says so."""
+        return getattr(self.model, "trained_positions", None)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most tokens of a row that the model can process, if it says so."""
+        return getattr(self.model, "max_positions", None)
+
+    @property
     def device(self) -> torch.device:
         """Device that token ids must be on."""
         return self.model.device

@@ -9,7 +9,7 @@ from support.distributed_models import demo_ids, ids, model
 
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.distributed import context_parallel
+from caramba_fast.distributed import ParallelModel, context_parallel
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling, QuantizedKVCache
 from caramba_fast.models import load_demo
@@ -58,6 +58,18 @@ def check_sampling_ragged_batches_beams_and_turns():
     more = [talk.generate([demo_ids(60, 3000)]).tolist() for talk in talks]
     assert more[0] == more[1]
     assert talks[1].decode_graph.startswith("not used")
+
+
+def check_limits_of_positions_are_those_of_the_model():
+    class Limited(ParallelModel):
+        max_positions, trained_positions = 100, 20
+
+    given = context_parallel(Limited(model("gqa"), model("gqa").cache_layout, group()), group())
+    generator = Generator(given, cache="q8", max_seq_len=300)
+    with pytest.raises(ValueError, match="the model with 100 positions"):
+        generator.generate(ids(1, 101), max_new_tokens=1)
+    with pytest.warns(UserWarning, match="beyond the 20 positions"):
+        generator.generate(ids(1, 30), max_new_tokens=1)
 
 
 def check_drafts_in_a_stream_that_is_left_early():
