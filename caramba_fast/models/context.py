@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from caramba_fast.cache import AnyLayerShape, LayerCache, LayerKVCache, LayerShape, ModelKVCache
+from caramba_fast.cache import AnyLayerShape, LayerCache, LayerShape, ModelKVCache
+from caramba_fast.cache.interface import KeysAndValues
 from caramba_fast.models.attention import dense_attention
 from caramba_fast.models.protocol import refuse_recording
 from caramba_fast.models.query_rms import with_query_rms
@@ -63,7 +64,7 @@ class InferContext:
         if self.caches is None:
             return self._among_new(q, k, v, options.get("softmax_scale"))
         cache = self.caches[layer]
-        if not isinstance(cache, LayerKVCache):
+        if not isinstance(cache, KeysAndValues):
             raise TypeError(f"layer {layer} has a {type(cache).__name__}; attend is for K and V")
         exact = self.exact and cache.is_empty and not options.keys() - {"softmax_scale"}
         cache.append(k, v, self.query_lens, will_attend=not exact)

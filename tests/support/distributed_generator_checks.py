@@ -7,12 +7,13 @@ import torch
 from support.distributed_context_checks import group
 from support.distributed_models import demo_ids, ids, model
 
-from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.distributed import ParallelModel, context_parallel
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling, QuantizedKVCache
 from caramba_fast.models import load_demo
+from caramba_fast.models.context import ContextModel
 
 
 def generated(given, spec, prompts, **options):
@@ -70,6 +71,32 @@ def check_limits_of_positions_are_those_of_the_model():
         generator.generate(ids(1, 101), max_new_tokens=1)
     with pytest.warns(UserWarning, match="beyond the 20 positions"):
         generator.generate(ids(1, 30), max_new_tokens=1)
+
+
+class WithContext(torch.nn.Module):
+    """Two layers of attention in the style ``model(tokens, ctx=...)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(97, 64), torch.nn.Linear(64, 97)
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(64, 192) for _ in range(2))
+
+    def forward(self, tokens, ctx):
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.qkv):
+            q, k, v = (y.unflatten(-1, (2, 32)).transpose(1, 2) for y in layer(x).chunk(3, -1))
+            x = x + ctx.attend(index, q, k, v).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+def check_a_model_with_a_context_writes_the_same_tokens():
+    torch.manual_seed(2)
+    given = ContextModel(WithContext(), [LayerShape(64, 64, 2)] * 2, 97)
+    found = [
+        generated(each, "q8", ids(1, 200), ignore_eos=True)[1].tolist()
+        for each in (given, context_parallel(given, group()))
+    ]
+    assert found[0] == found[1]
 
 
 def check_drafts_in_a_stream_that_is_left_early():
