@@ -3,13 +3,12 @@
 Every rank gets all new tokens and queries, stores the tokens of its own pages and attends over these; one all-gather
 combines the partial results. Lengths are those of whole rows, the same on every rank.
 
-Arguments are checked before any op runs: a rank that raised inside an op would leave the others waiting.
+Arguments are checked before any op runs (`asked`): a rank that raised inside an op would leave the others waiting.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from caramba_fast.cache.interface import CachedRows, DecoupledKeysAndValues, Key
 from caramba_fast.cache.rows import Refill
 from caramba_fast.cache.sizes import by_heads
 from caramba_fast.cache.stream import CacheTensor
+from caramba_fast.distributed.asked import PLAIN, SCALES, asked_queries
 from caramba_fast.distributed.group import RankGroup
 from caramba_fast.distributed.partial_attention import (
     attend_to_pages,
@@ -31,83 +31,11 @@ from caramba_fast.distributed.partial_attention import (
     with_extras,
 )
 from caramba_fast.distributed.placement import Placement, Queries
-from caramba_fast.ops import checks, merge_state
-from caramba_fast.ops.attention_call import BALANCED
+from caramba_fast.ops import merge_state
+from caramba_fast.ops.gradients import results_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-#: Options of `attend` that are supported across ranks.
-SCALES = ("softmax_scale", "sem_scale", "geo_scale")
-PLAIN = ("softcap", "num_splits", "q_chunk")
-ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *PLAIN)
-LEAST = {"softcap": 0, "num_splits": BALANCED, "q_chunk": 1}
-
-
-def asked_queries(
-    layer: ContextParallelLayer, queries: Sequence[Tensor], before: int, options: dict[str, Any]
-) -> Queries:
-    """Positions of the queries and the range of keys they see; errors as `LayerCache`, also for unsupported options."""
-    _check_options(layer, options)
-    _check_queries(layer, queries)
-    tokens, lengths = queries[0].shape[2], layer.lengths
-    most = max(layer.pos, lengths.newest)
-    if before < 0 or not 1 <= tokens <= tokens + before <= most:
-        raise ValueError(
-            f"q has shape {tuple(queries[0].shape)} and before is {before}; (B, H_q, T, D) with T from 1 to the "
-            f"{most} tokens cached is needed"
-        )
-    padded = lengths.query_lens is not None
-    if padded and (before or tokens != lengths.newest):
-        raise ValueError(
-            f"q has T={tokens} tokens after an append of {lengths.newest} with padding; they must agree"
-        )
-    if layer.ring is not None and tokens + before > layer.ring.attendable:
-        raise ValueError(
-            f"q has T={tokens} tokens; with a tail up to {layer.ring.attendable} are allowed, or those of the "
-            "latest append, once and right after it"
-        )
-    count = layer._newest if padded else [tokens] * layer.batch_size
-    start = tuple(n - before - c for n, c in zip(lengths.host, count, strict=True))
-    left = layer.reach.window(options)[0]
-    return Queries(start, tuple(count), tokens, layer.residual_len, left, layer.local.group)
-
-
-def _check_options(layer: ContextParallelLayer, options: dict[str, Any]) -> None:
-    nulls = layer.nulls
-    scales = SCALES[:1] if len(layer.streams) == 2 else SCALES[1:]
-    unknown = [n for n in options if n not in (allowed := (*ALLOWED, *scales, *nulls))]
-    if unknown:
-        raise TypeError(
-            f"attend has no option {', '.join(unknown)} for pages spread over ranks; allowed are {', '.join(allowed)}"
-        )
-    problems = [
-        f"{name} is {options[name]}; {least} or more is allowed"
-        for name, least in LEAST.items()
-        if options.get(name) is not None and options[name] < least
-    ]
-    endless = [name for name in scales if not math.isfinite(options.get(name) or 0.0)]
-    problems += [f"{name} is {options[name]}; a finite number is needed" for name in endless]
-    problems += checks.window(options.get("window_size") or (-1, -1))
-    given = [name for name in nulls if options.get(name) is not None]
-    if given and len(given) < len(nulls):
-        problems.append(f"null keys and values go together; only {', '.join(given)} given")
-    checks.raise_all("attend", problems)
-
-
-def _check_queries(layer: ContextParallelLayer, queries: Sequence[Tensor]) -> None:
-    keys = [stream for name, stream in layer.streams.items() if name != "v"]
-    for q, stream in zip(queries, keys, strict=True):
-        checks.float_tensor("q", q)
-        fits = q.ndim == 4 and q.shape[0] == layer.batch_size and q.shape[3] == stream.head_dim
-        if not fits or q.shape[1] % layer.n_kv_heads or q.shape[:3] != queries[0].shape[:3]:
-            raise ValueError(
-                f"q has shape {tuple(q.shape)}; ({layer.batch_size}, H_q, T, {stream.head_dim}) with H_q a multiple "
-                f"of {layer.n_kv_heads}, and one H_q and T for all queries, is needed"
-            )
-        if (q.dtype, q.device) != (like := (queries[0].dtype, stream.codes.device)):
-            raise TypeError(f"q is {q.dtype} on {q.device}; {like[0]} on {like[1]} is needed")
 
 
 def picked(x: Tensor, index: Tensor | None, most: int) -> Tensor:
@@ -230,10 +158,19 @@ class ContextParallelLayer(CachedRows):
         """As `CachedRows.attend_from`; bitwise the same result on every rank.
 
         Raises:
-            ValueError, TypeError: as there, and for options other than `ALLOWED` and null keys and values.
+            ValueError, TypeError: as there, and for options other than `asked.ALLOWED` and null keys and values.
             RankLostError: a rank is lost.
         """
         asked = asked_queries(self, queries, before, options)
+        with torch.no_grad():
+            found = self._attended(queries, before, asked, options)
+        sources = (*queries, *options.values())
+        out, lse = results_of("attention over a packed cache", found, *sources)
+        return (out, lse) if options.get("return_softmax_lse") else out
+
+    def _attended(
+        self, queries: tuple[Tensor, ...], before: int, asked: Queries, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         plain = {name: options[name] for name in (*PLAIN, *SCALES) if options.get(name) is not None}
         if self.reach.q_chunk is not None:
             plain.setdefault("q_chunk", self.reach.q_chunk)
@@ -250,7 +187,7 @@ class ContextParallelLayer(CachedRows):
             names = SCALES[:1] if len(queries) == 1 else SCALES[1:]
             scales = [plain.get(n, default_scale(q)) for n, q in zip(names, queries, strict=True)]
             out, lse = with_extras((out, lse), queries, scales, extras, plain.get("softcap", 0.0))
-        return (out, lse) if options.get("return_softmax_lse") else out
+        return out, lse
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Truncates rows to ``lengths``, none longer than the row, on every rank."""
@@ -377,7 +314,7 @@ class ContextParallelLayer(CachedRows):
 
 
 class ContextParallelLayerKVCache(ContextParallelLayer, KeysAndValues):
-    """K and V of one layer; as `caramba_fast.cache.LayerKVCache`, with the options of `ALLOWED`."""
+    """K and V of one layer; as `caramba_fast.cache.LayerKVCache`, with the options of `asked.ALLOWED`."""
 
 
 class ContextParallelDecoupledLayerKVCache(ContextParallelLayer, DecoupledKeysAndValues):

@@ -223,6 +223,9 @@ def check_what_cannot_be_exact_is_refused():
         (q, {"window_size": (3,)}, "window_size is (3,); (left, right)"),
         (q, {"softmax_scale": math.inf}, "softmax_scale is inf; a finite number is needed"),
         (q, {"null_k": k[0, :, 0]}, "null keys and values go together; only null_k given"),
+        (q, {"num_splits": 1.5}, "num_splits is 1.5; an int is needed"),
+        (q, {"s_aux": torch.zeros(1)}, "s_aux is (1,) on cpu; (4,) on cpu is needed"),
+        (q, dict.fromkeys(("null_k", "null_v"), k[0, :1, 0]), "null_k is (1, 32) on cpu; (2, 32)"),
     ):
         with refused(ValueError, message):
             cache[0].attend(asked, **options)
@@ -230,6 +233,8 @@ def check_what_cannot_be_exact_is_refused():
         cache[0].attend(q, sem_scale=0.1)
     with refused(TypeError, "q has dtype torch.int64"):
         cache[0].attend(q.long())
+    with refused(RuntimeError, "attention over a packed cache has no derivative"):
+        cache[0].attend(q.requires_grad_()).sum().backward()
     with refused(ValueError, "cannot crop 4 tokens of row 0, which holds 3"):
         cache.crop(4)
     with refused(ValueError, "page_size is 100; a multiple of 32 is needed"):
