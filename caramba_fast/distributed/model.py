@@ -84,6 +84,11 @@ class ParallelModel:
         """What each layer caches on this rank."""
         return list(self._layout)
 
+    def largest_of_ranks(self, number: int) -> int:
+        """The largest ``number`` that a rank gives; the same on every rank, so that all decide alike."""
+        mine = getattr(self.model, "largest_of_ranks", int)(number)
+        return int(self.group.all_gather(torch.tensor([mine], device=self.device)).max())
+
     def forward(
         self, query_token_ids: Tensor, kv_cache: ModelKVCache | None = None, **options: Any
     ) -> Tensor:

@@ -106,7 +106,7 @@ class CacheChoice:
             self.row_factor = factor
         elif factor > 1:
             rows = factor * cache.batch_size
-            self._config.check_budget(factor * cache.nbytes, f"a cache of {rows} rows")
+            self._check(factor * cache.nbytes, f"a cache of {rows} rows")
 
     def kind(self, rows: int) -> KVCacheKind | str:
         """The cache spec for ``rows`` rows; "auto" is measured at the first call.
@@ -144,7 +144,13 @@ class CacheChoice:
                 self._model.cache_layout, rows, config.max_seq_len, device="meta",
                 **config.stream_configs(kind),
             )  # fmt: skip
-            config.check_budget(
+            self._check(
                 cache.nbytes,
                 f"a {short_name(kind)} cache of {rows} rows of max_seq_len={config.max_seq_len}",
             )
+
+    def _check(self, nbytes: int, what: str) -> None:
+        """`check_budget` of the config, for the largest part of a cache that several ranks share."""
+        if self._config.cache_budget_mb is not None:
+            largest = getattr(self._model, "largest_of_ranks", int)
+            self._config.check_budget(largest(nbytes), what)

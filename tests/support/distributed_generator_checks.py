@@ -73,6 +73,23 @@ def check_limits_of_positions_are_those_of_the_model():
         generator.generate(ids(1, 30), max_new_tokens=1)
 
 
+def check_a_budget_is_that_of_the_rank_with_most_pages():
+    """Of an odd number of pages; a rank that raised alone would leave the others waiting."""
+    spread = context_parallel(model("deep"), group())
+    cache = ModelKVCache(spread.cache_layout, 1, 384, **cache_configs("q8:plain"))
+    most = spread.largest_of_ranks(cache.nbytes)
+    settings = {"cache": "q8:plain", "max_seq_len": 384}
+    with pytest.raises(ValueError, match=f"takes .* MiB \\({most:,} bytes\\)"):
+        Generator(spread, cache_budget_mb=(most - 1) / 2**20, **settings)
+    generator = Generator(spread, cache_budget_mb=(2 * most - 1) / 2**20, **settings)
+    generator.generate([[1, 2, 3]], max_new_tokens=2)
+    with pytest.raises(ValueError, match="a cache of 2 rows takes"):
+        generator.generate([[1]], max_new_tokens=2, num_return_sequences=2)
+    with pytest.raises(ValueError, match="cache of 2 rows of max_seq_len=384 takes"):
+        generator.reset()
+        generator.generate([[1, 2, 3], [4]], max_new_tokens=2)
+
+
 class WithContext(torch.nn.Module):
     """Two layers of attention in the style ``model(tokens, ctx=...)``."""
 
