@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -134,12 +135,19 @@ class RankGroup:
         self.backend: str = dist.get_backend(self.process_group)
         self._gloo = gloo_backends(self.process_group)
         self._heart: Heartbeat | None = None
+        self._host: Any = None  # a gloo group of the same ranks, for `gather_on_host`
         if self.size > 1:
             abort = getattr(self.process_group, "abort", None) if self.backend == "nccl" else None
+            store = self._store()
             self._heart = Heartbeat(
-                self._store(), self._holder(), self.rank, self.size, self.timeout, abort, beat
+                store, self._holder(), self.rank, self.size, self.timeout, abort, beat
             )
             self._closing = weakref.finalize(self, self._heart.stop)
+            # `dist.new_group` needs all ranks of the process, and those of this group alone are here.
+            host = distributed_c10d.PrefixStore("host", store.clone())
+            within = timedelta(seconds=max(self.timeout, TIMEOUT))
+            self._host = dist.ProcessGroupGloo(host, self.rank, self.size, within)
+            self._host._set_default_timeout(timedelta(seconds=self.timeout))
 
     def _store(self) -> Any:
         """A store with keys of this group alone, over a connection of its own."""
@@ -173,6 +181,22 @@ class RankGroup:
             all_gather(gathered.flatten(0, 1), x, self.process_group)
         self.traffic.add(x.nbytes, (self.size - 1) * x.nbytes)
         return gathered
+
+    def gather_on_host(self, x: Tensor) -> Tensor:
+        """All-gather of x (N, ...) on the CPU, as `all_gather`, apart from the collectives of a model.
+
+        A rank that is still waiting in one of these cannot take this one for it.
+        """
+        if self._heart is None:
+            return x[None]
+        self._check()
+        gathered = [torch.empty_like(x) for _ in range(self.size)]
+        try:
+            self._host.allgather([gathered], [x]).wait()
+        except RuntimeError as error:
+            loss = self._heart.find_loss()
+            raise (loss or error) from error
+        return torch.stack(gathered)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -7,7 +7,8 @@ attention and MLP by columns, output projections by rows, so that each block has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from caramba_fast.cache import (
 )
 from caramba_fast.distributed.cache import Context, spread_layout
 from caramba_fast.distributed.group import RankGroup
+from caramba_fast.distributed.heartbeat import RankLostError
 from caramba_fast.distributed.placement import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -87,7 +89,36 @@ class ParallelModel:
     def largest_of_ranks(self, number: int) -> int:
         """The largest ``number`` that a rank gives; the same on every rank, so that all decide alike."""
         mine = getattr(self.model, "largest_of_ranks", int)(number)
-        return int(self.group.all_gather(torch.tensor([mine], device=self.device)).max())
+        return int(self.group.gather_on_host(torch.tensor([mine], device="cpu")).max())
+
+    def begin_together(self, call: Mapping[str, object]) -> None:
+        """Waits until all ranks begin a call, and compares it; ``call`` maps what has to agree to its value.
+
+        Raises:
+            ValueError: the ranks were given different calls; on every rank.
+            RankLostError: a rank is lost.
+            RuntimeError: a rank did not begin one in time, for example since it is still within an earlier call.
+        """
+        if hasattr(self.model, "begin_together"):
+            self.model.begin_together(call)
+        digests = [hashlib.sha256(repr(value).encode()).digest() for value in call.values()]
+        mine = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8, device="cpu")
+        try:
+            found = self.group.gather_on_host(mine)
+        except RankLostError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                "not all ranks have begun this call; each has to make the same calls, and to leave one early, also "
+                "by an error, at the same step"
+            ) from error
+        same = (found == found[0]).flatten(2).all(2).all(0).tolist()
+        different = [name for name, agrees in zip(call, same, strict=True) if not agrees]
+        if different:
+            raise ValueError(
+                f"ranks differ in {' and '.join(different)}; all have to make the same call, and without a seed their "
+                "global generators need the same state"
+            )
 
     def forward(
         self, query_token_ids: Tensor, kv_cache: ModelKVCache | None = None, **options: Any

@@ -272,6 +272,8 @@ class Generator(SavableGenerator):
         factor = copies if config.num_beams == 1 else 1 + config.num_beams
         self._choice.expect_rows(self._session.cache, factor)
         self._session.fill = self._fill(config)
+        rng = self._seeded(config) if self._reseed else self._rng
+        self._begin_on_ranks(prompts, config, rng)
         with torch.no_grad():
             # Measuring to choose a cache is not part of the first step.
             logits = self._session.feed(prompts.rows, ready=watch.resume)
@@ -293,7 +295,6 @@ class Generator(SavableGenerator):
             grammar_of(config, self.tokenizer, self.model.vocab_size, eos),
         )  # fmt: skip
         stopping = Stopping(config, eos, self.tokenizer, hooks.criteria, fill, watch.began)
-        rng = self._seeded(config) if self._reseed else self._rng
         run = Run(self._session, config, processors, stopping, rng, limits, watch)
         self._run_state = run
         self._measured = (watch, len(limits), sum(prompts.lens))

@@ -56,6 +56,17 @@ def random_state(generator: torch.Generator | None) -> Tensor | None:
     return None if generator is None else generator.get_state()
 
 
+def current_state(generator: torch.Generator | None, device: torch.device) -> bytes:
+    """State of a generator, or of torch's global one for a device."""
+    if generator is not None:
+        state = generator.get_state()
+    elif device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+    else:
+        state = torch.get_rng_state()
+    return state.numpy().tobytes()
+
+
 def set_random_state(generator: torch.Generator | None, state: Tensor | None) -> None:
     """Restores a `random_state`."""
     if generator is not None and state is not None:

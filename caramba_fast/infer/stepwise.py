@@ -21,7 +21,7 @@ from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerationMetrics
 from caramba_fast.infer.run import Run, Stopwatch
-from caramba_fast.infer.sampling import random_state, set_random_state
+from caramba_fast.infer.sampling import current_state, random_state, set_random_state
 from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.session import Session
 from caramba_fast.infer.stopping import Decoder, eos_ids
@@ -223,6 +223,16 @@ class StepwiseGenerator:
         eos = eos_ids(config, self.model)
         grammar_of(config, self.tokenizer, self.model.vocab_size, eos)
         LogitsProcessors(config, self.model.vocab_size, eos, torch.device("cpu"))
+
+    def _begin_on_ranks(
+        self, prompts: Prompts, config: GenerateConfig, rng: torch.Generator | None
+    ) -> None:
+        """Begins the call together with the other ranks of a model over several; raises if theirs differs."""
+        begin = getattr(self.model, "begin_together", None)
+        if begin is not None:
+            state = current_state(rng, self.model.device) if config.do_sample else None
+            rows = [list(row) for row in prompts.rows]
+            begin({"the tokens": (self.tokens, rows), "the random state": state})
 
     def _end_run(self) -> None:
         """Ends a run that is under way and removes the padding fed to ended rows."""

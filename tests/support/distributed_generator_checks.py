@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.distributed_context_checks import group
 from support.distributed_models import demo_ids, ids, model
 
 from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.distributed import ParallelModel, context_parallel
+from caramba_fast.distributed import ParallelModel, RankGroup, context_parallel
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling, QuantizedKVCache
 from caramba_fast.models import load_demo
@@ -88,6 +91,31 @@ def check_a_budget_is_that_of_the_rank_with_most_pages():
     with pytest.raises(ValueError, match="cache of 2 rows of max_seq_len=384 takes"):
         generator.reset()
         generator.generate([[1, 2, 3], [4]], max_new_tokens=2)
+
+
+def check_ranks_make_the_same_call():
+    generator = Generator(context_parallel(model("gqa"), group()), cache="q8", max_seq_len=300)
+    with pytest.raises(ValueError, match="ranks differ in the tokens; all have to make the same"):
+        generator.generate(ids(1, 20, seed=group().rank), max_new_tokens=2)
+    torch.manual_seed(group().rank)
+    with pytest.raises(ValueError, match=r"ranks differ in the random state; .* without a seed"):
+        generator.generate(ids(1, 20), max_new_tokens=2, do_sample=True)
+    generator.generate(ids(1, 20), max_new_tokens=2, do_sample=True, seed=1)
+
+
+def check_a_call_that_one_rank_left_is_not_mixed_with_its_next():
+    """The streamer of rank 0 raises; the other ranks wait for it in a decode step, where its next call would serve."""
+    own = RankGroup(dist.new_group(list(range(group().size))), timeout=2)
+    generator = Generator(context_parallel(model("deep"), own), cache="q8", max_seq_len=600)
+    streamer = Mock(
+        put=Mock(side_effect=[None] * 5 + [KeyError("gone") if own.rank == 0 else None] * 20)
+    )
+    with pytest.raises(KeyError if own.rank == 0 else RuntimeError):
+        generator.generate(ids(1, 300), max_new_tokens=12, ignore_eos=True, streamer=streamer)
+    if own.rank == 0:
+        with pytest.raises(RuntimeError, match="not all ranks have begun this call"):
+            generator.generate(ids(1, 250, 7), max_new_tokens=12, ignore_eos=True)
+    own.close()
 
 
 class WithContext(torch.nn.Module):
