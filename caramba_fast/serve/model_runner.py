@@ -38,7 +38,7 @@ class Choice:
         first: row of the logits after its last token; those after the draft follow.
         tokens: the accepted part of the draft, and one token more.
         logprobs: of those tokens, if its request asks for them.
-        error: why no token can be chosen.
+        error: why no first token can be chosen.
     """
 
     sequence: PagedSequence
@@ -112,7 +112,10 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
             else:
                 _take(logits, choice, chosen[choice])
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            choice.error = error
+            # Behind an accepted draft it may not be needed; if it is, the next step fails as it would alone.
+            choice.error = None if choice.tokens else error
+        if choice.sequence.random is not None:
+            choice.sequence.random.used(len(choice.tokens))
     _tell(logits, choices)
 
 
@@ -143,8 +146,6 @@ def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
         choice.tokens.append(drawn[place])
         if place == len(choice.draft) or choice.draft[place] != drawn[place]:
             break
-    if choice.sequence.random is not None:
-        choice.sequence.random.used(len(choice.tokens))
 
 
 def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
@@ -210,5 +211,3 @@ def _walk(logits: Tensor, choice: Choice) -> None:
             taken += 1
     finally:
         sequence.pop(taken)
-    if random is not None:
-        random.used(len(choice.tokens))

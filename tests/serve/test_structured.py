@@ -117,6 +117,20 @@ def test_other_grammars(model, asked, fits):
     assert all(fits(output.texts[0]) for output in outputs)
 
 
+def test_an_answer_ends_where_its_draft_would_go_on_and_nothing_could(model):
+    """The prompt goes on after its end of text; behind that of the answer no token is left to choose."""
+    tokenizer = demo_tokenizer()
+    word = tokenizer.encode("abababab").ids
+    given = {
+        "temperature": 0.0, "structured_outputs": {"regex": "(ab){4}"}, "bad_words_ids": ((1, 1),)
+    }  # fmt: skip
+    for lookup in (0, 7):
+        engine = Engine(model, tokenizer=tokenizer, num_pages=64, lookup_tokens=lookup, **LONG)
+        (output,) = engine.generate_batch([[*word, 1, 5] * 2], **given)
+        assert (output.generated_tokens, output.error) == ([*word, 1], None)
+    assert engine.metrics.accepted == len(word) - 1
+
+
 def letters_after(model):
     """A function: which of the letters a to c and the end may follow letters of "ab*c"."""
     tokenizer = demo_tokenizer()
