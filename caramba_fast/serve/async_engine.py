@@ -106,8 +106,7 @@ class AsyncEngine:
 
         Raises EngineStoppedError if the engine does not run, and whatever the call raises.
         """
-        if not self.is_running or self._closing:
-            raise self._stopped("the request was not taken on")
+        self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._reader, call)
 
     @property
@@ -115,6 +114,15 @@ class AsyncEngine:
         """Whether the engine takes steps."""
         task = self._task
         return task is not None and not task.done() and not task.get_loop().is_closed()
+
+    def _check_open(self) -> None:
+        """Raises unless requests are taken on, in this event loop: the engine's would never wake another."""
+        if self._task is None or not self.is_running or self._closing:
+            raise self._stopped("the request was not taken on")
+        if self._task.get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "the engine runs in another event loop; call it there (asyncio.run_coroutine_threadsafe)"
+            )
 
     def _end(self) -> None:
         """Waits for the current step and ends the remaining requests; may be called twice."""
@@ -140,6 +148,7 @@ class AsyncEngine:
         Raises:
             ValueError, TypeError: as `Engine.add_request`.
             EngineStoppedError: the engine was closed or failed before the request ended.
+            RuntimeError: the engine runs in another event loop.
         """
         if not isinstance(prompt, Prepared):
             prompt = await self.prepared(prompt, config, **options)
@@ -189,8 +198,7 @@ class AsyncEngine:
 
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
         """Adds a request between two steps, once there is a place for it, in order of arrival."""
-        if not self.is_running or self._closing:
-            raise self._stopped("the request was not taken on")
+        self._check_open()
         taken: _Taken = asyncio.get_running_loop().create_future()
         self._waiting[taken] = prepared
         self._wake.set()

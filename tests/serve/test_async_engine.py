@@ -335,6 +335,19 @@ def test_one_driver_at_a_time() -> None:
         asyncio.run(AsyncEngine(inner).generate([1]))
 
 
+def test_another_event_loop_is_refused_rather_than_left_waiting() -> None:
+    async def serve() -> None:
+        async with AsyncEngine(engine()) as server:
+            prepared = await server.prepared(text(1, 20), max_new_tokens=2)
+            for prompt in (text(1, 20), prepared):
+                ask = server.generate(prompt)
+                with pytest.raises(RuntimeError, match="runs in another event loop"):
+                    await asyncio.to_thread(asyncio.run, asyncio.wait_for(ask, 20))
+            assert len((await server.generate(prepared)).generated_tokens) == 2
+
+    asyncio.run(serve())
+
+
 def test_a_buffer_has_room_for_something() -> None:
     with pytest.raises(ValueError, match="stream_buffer is 0"):
         AsyncEngine(engine(), stream_buffer=0)
