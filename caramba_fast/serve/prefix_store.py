@@ -154,7 +154,8 @@ class PrefixStore:
         try:
             about, tensors = read_sealed(path, WHAT, VERSION)
             page = self._checked(about, tensors, scope, tokens)
-        except FileNotFoundError:  # it was evicted meanwhile
+        except FileNotFoundError:  # it was evicted or deleted, and may be written again
+            self._drop(name)
             return None
         except (SealedFileError, OSError) as error:
             LOG.warning("a page of the prefix store is dropped: %s: %s", path, error)
