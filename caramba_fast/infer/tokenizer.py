@@ -197,7 +197,8 @@ class TextTokenizer:
                 **({"tools": list(tools)} if tools else {}),
             )
         except Exception as error:
-            if type(error).__module__.partition(".")[0] != "jinja2":
+            refuses = type(error).__module__.partition(".")[0] == "jinja2"
+            if not refuses and not isinstance(error, RecursionError):
                 raise
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return self.encode(text, special=False)  # the template writes special tokens itself

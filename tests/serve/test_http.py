@@ -25,6 +25,7 @@ from support.http_server import NAME, ChattyTokenizer, new_engine, serving, unti
 
 from caramba_fast.infer import grammar  # noqa: E402
 from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
+from caramba_fast.models import demo_tokenizer  # noqa: E402
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts  # noqa: E402
 from caramba_fast.serve.http.protocol import Message, StopTrimmer  # noqa: E402
 from caramba_fast.serve.http.server import ServerConfig, _event, create_app  # noqa: E402
@@ -253,6 +254,22 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
     assert found.json()["usage"]["prompt_tokens"] == len(
         chat([{"role": "user", "content": 'json {"a": 1}'}])
     )
+
+
+def test_arguments_that_a_template_cannot_write_are_refused():
+    """They come as text, and only the template finds how deep they are nested."""
+    transformers = pytest.importorskip("transformers", reason="a template needs it")
+    template = "{% for m in messages %}{{ m.tool_calls | tojson(indent=1) }}{% endfor %}"
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=demo_tokenizer(), chat_template=template
+    )
+    arguments = '{"a":' * 900 + "1" + "}" * 900
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [*CHAT, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 2}
+    with serving(new_engine(tokenizer=tokenizer)) as address:
+        found = httpx.post(f"{address}/v1/chat/completions", json=body)
+    assert found.status_code == 400
+    assert "the chat template refuses the messages" in found.json()["error"]["message"]
 
 
 def test_the_model_is_found_by_its_name(client):
@@ -498,6 +515,8 @@ def test_models_tokens_health_and_metrics(server, client):
         ("completions", {"prompt": PROMPT, "best_of": 2}, 400, "best_of is not served"),
         ("completions", {"prompt": PROMPT, "n": 2, "temperature": 0}, 400, "n is 2 and temperature 0"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
+        ("chat/completions", {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "x" * 100_000}}]},
+         400, "characters"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(server, route, body, status, said):

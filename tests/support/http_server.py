@@ -45,7 +45,7 @@ class ChattyTokenizer:
 
 def new_engine(**options: Any) -> Engine:
     settings = {"cache_kind": "q4", "max_seq_len": 512, "max_batch_size": 4, **options}
-    return Engine(load_demo(), tokenizer=ChattyTokenizer(), **settings)
+    return Engine(load_demo(), **{"tokenizer": ChattyTokenizer(), **settings})
 
 
 @contextmanager

@@ -185,7 +185,8 @@ class _Served:
                 return self.tokenizer.chat([m.laid_out(False) for m in messages], tools=tools)
 
         with _refused():
-            self.engine.check_text("".join(str(message.laid_out(False)) for message in messages))
+            laid_out = (message.laid_out(False) for message in messages)
+            self.engine.check_text("".join(map(str, (*laid_out, *(tools or ())))))
             return await self.engine.read(chat)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
