@@ -39,7 +39,7 @@ class Grammar:
     def __init__(self, source: str, tokenizer: Any, vocab_size: int) -> None:
         import llguidance  # noqa: PLC0415 - an extra
 
-        self._vocab = vocab_size
+        self._vocab, self._known = vocab_size, tokenizer.vocab_size
         self._rows: dict[int, _Row] = {}
         # Compiled once, which may take a second; each row has a copy.
         self._first: Any = llguidance.LLMatcher(tokenizer, source, log_level=0)
@@ -62,14 +62,16 @@ class Grammar:
         scores.masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def _new_row(self) -> _Row:
-        return _Row(self._first if self._first.is_error() else self._first.deep_copy())
+        matcher = self._first if self._first.is_error() else self._first.deep_copy()
+        return _Row(matcher, self._known)
 
 
 class _Row:
     """The state of one row in the grammar."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, known: int) -> None:
         self._matcher, self._read = matcher, array("q")
+        self._known = known  # ids of the tokenizer
         #: Whether the matcher may have consumed other tokens than those in ``_read``: after an interrupt or an error.
         self._is_unsure = False
         self._check()
@@ -93,7 +95,7 @@ class _Row:
             self._check()
             self._read.append(token)
         self._is_unsure = False
-        bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+        bits = np.zeros((self._known + 31) // 32, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
         return np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(bool)
@@ -163,7 +165,7 @@ def _tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
     known = _TOKENIZERS.setdefault(inner, {})
     key = vocab_size, eos_ids
     if key not in known:
-        known[key] = llguidance.LLTokenizer(
-            inner.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_ids)
-        )
+        # Either may have more ids: logits are padded, and tokens added that the model never says.
+        most = max(vocab_size, 1 + max(inner.get_vocab().values(), default=0))
+        known[key] = llguidance.LLTokenizer(inner.to_str(), n_vocab=most, eos_token=sorted(eos_ids))
     return known[key]

@@ -131,6 +131,22 @@ def test_an_answer_ends_where_its_draft_would_go_on_and_nothing_could(model):
     assert engine.metrics.accepted == len(word) - 1
 
 
+@pytest.mark.parametrize("size", [2040, 2048, 2100])
+def test_model_and_tokenizer_may_have_more_ids_than_the_other(size):
+    """Logits are padded, and tokens are added to tokenizers that their models never say."""
+    torch.manual_seed(1)
+    config = ModelConfig(
+        vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, initializer_range=0.3, eos_token_id=1,
+    )  # fmt: skip
+    made = Transformer(config).eval().requires_grad_(False)
+    assert demo_tokenizer().get_vocab_size() == 2048
+    given = {"tokenizer": demo_tokenizer(), "structured_outputs": {"json": SCHEMA}, **LONG}
+    check(Engine(made, num_pages=64, **given).generate_batch(["def f("], temperature=0.0)[0].texts[0])
+    found = Generator(made, return_dict=True, temperature=0.0, **given).generate(["def f("])
+    check(demo_tokenizer().decode(found.sequences[0, -found.new_tokens[0] :].tolist()))
+
+
 def letters_after(model):
     """A function: which of the letters a to c and the end may follow letters of "ab*c"."""
     tokenizer = demo_tokenizer()
