@@ -184,10 +184,11 @@ class Engine(EngineRequests):
         self._undo, self._turn = Undo(counters := Counters()), Turn()
         self._left: tuple[Event, ...] = ()
         scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
-        self.store = scheduler.blocks.store = store_for(self.model, self.pool, self.settings)
         self._outputs = OutputProcessor(scheduler, counters, self._undo)
         runner = ModelRunner(self.model, self.pool, self.inputs, counters)
         self._core = EngineCore(runner, self._outputs)
+        # Last, so that what cannot be made does not keep the folder locked.
+        self.store = scheduler.blocks.store = store_for(self.model, self.pool, self.settings)
         self._numbers, self._names = itertools.count(), itertools.count()
         #: The `AsyncEngine` whose engine it is, if any.
         self.driver: Any = None

@@ -70,6 +70,8 @@ class PrefixStore:
 
     def __init__(self, folder: Path, most: int, model: Any, pool: PagePool) -> None:
         self.folder, self.most, self.model, self.pool = folder, most, model, pool
+        self._epoch = -1
+        self.identify()
         folder.mkdir(mode=0o700, exist_ok=True)
         self._lock = FileLock(folder / ".lock", timeout=0, thread_local=False)
         try:
@@ -78,8 +80,6 @@ class PrefixStore:
             raise ValueError(
                 f"prefix_store is {folder}, which another process uses; give each a folder of its own"
             ) from None
-        self._epoch = -1
-        self.identify()
         #: Sizes by name, least recently used first.
         self._files = self._found()
         self._writing: set[str] = set()

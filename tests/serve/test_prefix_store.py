@@ -327,6 +327,19 @@ def test_one_process_at_a_time(servers: Servers, tmp_path: Path) -> None:
     assert oct(servers.folder.stat().st_mode)[-3:] == "700"
 
 
+def test_an_engine_that_cannot_be_made_leaves_the_folder_to_the_next(servers: Servers) -> None:
+    """Whoever tries again may still hold the error, and with it all that had been made."""
+    import copy
+
+    unknown = copy.deepcopy(small_model())
+    unknown.why_not_saved = "its weights are elsewhere"
+    with pytest.raises(TypeError, match="cannot be told from another") as first:
+        servers.start(unknown)
+    with pytest.raises(ValueError, match="cuda_graph") as second:
+        servers.start(cuda_graph=True)
+    assert hits(servers.start(), text(1, 40)) == 0 and first.tb and second.tb
+
+
 def test_a_full_disk_fails_no_request(
     servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
