@@ -10,6 +10,8 @@ ROTATED = "q4:plain,rotate"
 SHARED = "q4:residual_len=0"
 #: q4 with as many of the newest tokens in fp16 as transformers' quantized caches keep.
 TAILED = "q4:residual_len=128"
+#: Larger groups and blocks; what they save up to 4,096 tokens goes to more of the newest tokens in fp16.
+COARSE = "q4:qblock=64,residual_len=80"
 #: q4 whose keys are plain nibbles.
 NIBBLES = "q4:fit=amax/q4"
 #: Caches of the study, in the order of the tables.
@@ -20,6 +22,7 @@ STUDY = (
     "nf4",
     NIBBLES,
     "q4:qblock=64",
+    COARSE,
     SHARED,
     "q8/q4",
     ROTATED,

@@ -142,7 +142,9 @@ def test_model_and_tokenizer_may_have_more_ids_than_the_other(size):
     made = Transformer(config).eval().requires_grad_(False)
     assert demo_tokenizer().get_vocab_size() == 2048
     given = {"tokenizer": demo_tokenizer(), "structured_outputs": {"json": SCHEMA}, **LONG}
-    check(Engine(made, num_pages=64, **given).generate_batch(["def f("], temperature=0.0)[0].texts[0])
+    check(
+        Engine(made, num_pages=64, **given).generate_batch(["def f("], temperature=0.0)[0].texts[0]
+    )
     found = Generator(made, return_dict=True, temperature=0.0, **given).generate(["def f("])
     check(demo_tokenizer().decode(found.sequences[0, -found.new_tokens[0] :].tolist()))
 
