@@ -50,7 +50,7 @@ class Generator:
         tokenizer_path: Any = None,
         device: torch.device | str = "cpu",
         *,
-        dtype: torch.dtype | None = torch.float32,
+        dtype: torch.dtype | str | None = torch.float32,
         log: Callable[[str], object] = lambda _: None,
         **settings: Unpack[TextOptions],
     ) -> None:
