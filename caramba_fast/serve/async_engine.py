@@ -152,6 +152,9 @@ class AsyncEngine:
         """
         if not isinstance(prompt, Prepared):
             prompt = await self.prepared(prompt, config, **options)
+        elif options or config is not None:
+            given = ", ".join(options) or "a config"
+            raise TypeError(f"a prepared request has its settings; give {given} to prepared(...)")
         name, stream = await self._add(prompt)
         ended = False
         try:

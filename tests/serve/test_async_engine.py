@@ -335,6 +335,19 @@ def test_one_driver_at_a_time() -> None:
         asyncio.run(AsyncEngine(inner).generate([1]))
 
 
+def test_a_prepared_request_takes_no_more_settings() -> None:
+    async def serve() -> None:
+        async with AsyncEngine(engine()) as server:
+            prepared = await server.prepared(text(1, 20), max_new_tokens=2)
+            with pytest.raises(TypeError, match=r"give temperature, seed to prepared\("):
+                await server.generate(prepared, temperature=0.5, seed=1)
+            with pytest.raises(TypeError, match="give a config to"):
+                await server.generate(prepared, server.engine.config)
+            assert len((await server.generate(prepared)).generated_tokens) == 2
+
+    asyncio.run(serve())
+
+
 def test_another_event_loop_is_refused_rather_than_left_waiting() -> None:
     async def serve() -> None:
         async with AsyncEngine(engine()) as server:
