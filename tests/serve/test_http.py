@@ -259,7 +259,7 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
 def test_arguments_that_a_template_cannot_write_are_refused():
     """They come as text, and only the template finds how deep they are nested."""
     transformers = pytest.importorskip("transformers", reason="a template needs it")
-    template = "{% for m in messages %}{{ m.tool_calls | tojson(indent=1) }}{% endfor %}"
+    template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls | tojson(indent=1) }}{% endfor %}"
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=demo_tokenizer(), chat_template=template
     )
