@@ -8,6 +8,7 @@ import gc
 import hashlib
 import json
 import math
+import sys
 import threading
 import time
 from typing import Any
@@ -259,15 +260,22 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
 def test_arguments_that_a_template_cannot_write_are_refused():
     """They come as text, and only the template finds how deep they are nested."""
     transformers = pytest.importorskip("transformers", reason="a template needs it")
-    template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls | tojson(indent=1) }}{% endfor %}"
+    template = (
+        "{% for m in messages if m.tool_calls %}{{ m.tool_calls | tojson(indent=1) }}{% endfor %}"
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=demo_tokenizer(), chat_template=template
     )
     arguments = '{"a":' * 900 + "1" + "}" * 900
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     body = {"messages": [*CHAT, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 2}
+    before = sys.getrecursionlimit()  # compilers raise it
     with serving(new_engine(tokenizer=tokenizer)) as address:
-        found = httpx.post(f"{address}/v1/chat/completions", json=body)
+        sys.setrecursionlimit(1000)
+        try:
+            found = httpx.post(f"{address}/v1/chat/completions", json=body)
+        finally:
+            sys.setrecursionlimit(before)
     assert found.status_code == 400
     assert "the chat template refuses the messages" in found.json()["error"]["message"]
 
