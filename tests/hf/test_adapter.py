@@ -523,7 +523,7 @@ def test_the_generator_says_what_is_missing() -> None:
     with pytest.raises(TypeError, match=r"no LanguageModel.*lacks .*cache_layout"):
         Generator(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"a path .* is loaded by .*Generator\.from_checkpoint"):
-        Generator("some/folder")  # type: ignore[arg-type]
+        Generator("some/folder")
     with pytest.raises(TypeError, match="encoder-decoder"):
         Generator(unservable("t5"))
 
