@@ -17,7 +17,7 @@ from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
-from caramba_fast.infer.run import Hooks, Run, Stopwatch
+from caramba_fast.infer.run import Hooks, Run, Stopwatch, alone
 from caramba_fast.infer.saved import SavableGenerator
 from caramba_fast.infer.sequence import Prompts, TokenIds
 from caramba_fast.infer.stepwise import Mask
@@ -43,7 +43,8 @@ class Generator(SavableGenerator):
     """Generates with a model and keeps the conversation until `reset`.
 
     A second `generate` continues the first: it feeds the last sampled token, which is not in the cache yet, then the
-    new input. It takes one call at a time; threads need a generator each, and may share the model.
+    new input. It takes one call at a time, and refuses another (RuntimeError): threads need a generator each, and may
+    share the model.
 
     Args:
         model: a `LanguageModel`, such as `caramba_fast.models.Transformer`, or a model that
@@ -99,6 +100,7 @@ class Generator(SavableGenerator):
         text = find_tokenizer(folder, tokenizer)
         return Generator(load(folder, device, dtype), config, tokenizer=text, **overrides)
 
+    @alone
     def generate(
         self,
         input_ids: TokenIds,
@@ -142,6 +144,7 @@ class Generator(SavableGenerator):
             self._restore(before, expanded)
             raise
 
+    @alone
     def generate_iter(
         self,
         input_ids: TokenIds,
@@ -165,34 +168,29 @@ class Generator(SavableGenerator):
             )
         prompts = self._read(input_ids, attention_mask, config)
         self._check_run(prompts, config)
-        steps = self._stream(prompts, config, hooks)
+        steps = self._turns.one_by_one(self._stream(prompts, config, hooks, self._reseed))
         if len(prompts.rows) * config.num_return_sequences == 1:
             return (int(tokens[0]) for tokens in steps)
         return (torch.tensor(tokens, device="cpu") for tokens in steps)
 
     def _stream(
-        self, prompts: Prompts, config: GenerateConfig, hooks: Hooks
+        self, prompts: Prompts, config: GenerateConfig, hooks: Hooks, reseed: bool
     ) -> Iterator[list[int]]:
         self._session.check_rows(len(prompts.rows))
         before, expanded = self._snapshot(), self._expanded
         run: Run | None = None
-        given = 0
         try:
+            self._reseed = reseed  # other calls may have come since this one was made
             run, logits = self._begin(prompts, config, hooks)
             run.may_be_left = True
             for column in self._steps(run, logits, hooks):
-                given += 1
+                run.given += 1
                 yield column
         finally:
-            if run is None or (not given and self._run_state is run):
+            if run is None or (not run.given and self._run_state is run):
                 self._restore(before, expanded)
             elif self._run_state is run:  # else the conversation went on without this iteration
-                self._run_state = None
-                self._keep(run, given)
-
-    def _keep(self, run: Run, given: int) -> None:
-        """Truncates rows to the tokens of the ``given`` steps that were yielded."""
-        self._session.keep([min(len(row), row.start + given) for row in run.rows])
+                self._end_run()
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
         while True:

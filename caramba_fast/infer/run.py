@@ -1,12 +1,16 @@
-"""Run: the state of one call of `Generator.generate`, and the caller's hooks."""
+"""Run: the state of one call of `Generator.generate`, the caller's hooks, and that one call runs at a time."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import wraps
+from types import FrameType
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -74,6 +78,97 @@ def _several(name: str, given: Any) -> Sequence[Any]:
     return items
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+Step = TypeVar("Step")
+
+
+@dataclass(eq=False)
+class Turn:
+    """A call of a generator.
+
+    Attributes:
+        thread: the thread that runs it.
+        is_held: whether it is an iteration whose consumer has a token, and the generator does nothing.
+    """
+
+    thread: int = field(default_factory=threading.get_ident)
+    is_held: bool = False
+
+
+class Turns:
+    """Lets a generator run one call at a time; a held iteration may be overtaken by its own thread."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, Turn] = {}
+
+    def begin(self, turn: Turn) -> None:
+        """Begins a call, or goes on with it; raises RuntimeError, having changed nothing, while another runs."""
+        while (other := self._now.setdefault("turn", turn)) is not turn:
+            if is_running(other, __file__, "call", "one_by_one"):
+                raise RuntimeError(
+                    "a call of this generator is under way; it takes one at a time: give each thread a generator of "
+                    "its own, over one model"
+                )
+            mine = other.thread == threading.get_ident()
+            if other.is_held and not mine and other.thread in sys._current_frames():
+                raise RuntimeError(
+                    "a generate_iter of another thread is under way; end or close its iterator, or give each thread "
+                    "a generator of its own, over one model"
+                )
+            self.end(other)  # overtaken, or interrupted before it could end
+        turn.is_held, turn.thread = False, threading.get_ident()
+
+    def end(self, turn: Turn) -> None:
+        """Ends a call, unless another has overtaken it."""
+        if self._now.get("turn") is turn:
+            self._now.pop("turn", None)
+
+    def one_by_one(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps of an iteration, each in its turn."""
+        turn, close = Turn(), cast(Any, steps).close
+        try:
+            while True:
+                self.begin(turn)
+                step = next(steps, None)
+                if step is None:
+                    return
+                turn.is_held = True
+                yield step
+        finally:
+            try:
+                close()
+            finally:
+                self.end(turn)
+
+
+def alone(method: Method) -> Method:
+    """Makes a method of a generator one call of its `Turns`."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        turn = Turn()
+        self._turns.begin(turn)
+        try:
+            return method(self, *args, **options)
+        finally:
+            self._turns.end(turn)
+
+    return cast(Method, call)
+
+
+def is_running(wanted: object, file: str, *names: str) -> bool:
+    """Whether a function of these names in a file runs, in any thread, with ``wanted`` as its local ``turn``."""
+    for newest in sys._current_frames().values():
+        frame: FrameType | None = newest
+        while frame is not None:
+            code = frame.f_code
+            named = code.co_filename == file and code.co_name in names
+            if named and frame.f_locals.get("turn") is wanted:
+                return True
+            frame = frame.f_back
+    return False
+
+
 class Stopwatch:
     """Times the steps of a run, without the consumer's time between them."""
 
@@ -121,6 +216,7 @@ class Run:
     Attributes:
         limits: most new tokens of each row.
         may_be_left: whether the consumer iterates, and may stop between two steps.
+        given: how many steps such a consumer has got.
     """
 
     session: Session
@@ -136,6 +232,7 @@ class Run:
     row_logits: list[list[Tensor]] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     may_be_left: bool = False
+    given: int = 0
 
     def __post_init__(self) -> None:
         for row, limit in zip(self.rows, self.limits, strict=True):

@@ -24,6 +24,7 @@ from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.drafts import Draft, ModelDraft
 from caramba_fast.infer.fields import CacheFields
 from caramba_fast.infer.policy_fields import DecodePlanFields
+from caramba_fast.infer.run import alone
 from caramba_fast.infer.saved_part import (
     SavedPart,
     SessionError,
@@ -96,6 +97,7 @@ class SavableGenerator(StepwiseGenerator):
     _draft: Draft | None = None
     _draft_generator: SavableGenerator | None = None
 
+    @alone
     def save(
         self,
         path: str | Path,
@@ -173,6 +175,7 @@ class SavableGenerator(StepwiseGenerator):
         made._take(saved)
         return made
 
+    @alone
     def resume(self, path: str | Path | SavedSession) -> dict[str, Any]:
         """Replaces the conversation by a saved one; returns the notes saved with it.
 

@@ -306,9 +306,8 @@ class SpeculativeGenerator(Generator):
         self._session.keep_cached(cached)
         self._draft.follow(rows, agreed)
 
-    def reset(self) -> None:
-        """As `Generator.reset`; the draft's cache too."""
-        super().reset()
+    def _forget(self) -> None:
+        super()._forget()
         self._draft.reset()
 
     def _snapshot(self) -> Any:

@@ -20,7 +20,7 @@ from caramba_fast.infer.decode_plan import DecodePlan
 from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerationMetrics
-from caramba_fast.infer.run import Run, Stopwatch
+from caramba_fast.infer.run import Run, Stopwatch, Turns, alone
 from caramba_fast.infer.sampling import current_state, random_state, set_random_state
 from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.session import Session
@@ -60,6 +60,7 @@ class StepwiseGenerator:
         self.model, self.tokenizer = as_language_model(model), tokenizer
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = eos_ids(self.config, self.model)
+        self._turns = Turns()
         self._run_state: Run | None = None
         self._adapters: AdaptersInUse | None = None  # when the model last processed tokens
         self._measured: tuple[Stopwatch, int, int] | None = None
@@ -145,6 +146,7 @@ class StepwiseGenerator:
         """The choice of ``cache="auto"`` for the conversation's batch size."""
         return self._choice.latest
 
+    @alone
     @torch.no_grad()
     def prefill(self, input_ids: TokenIds, attention_mask: Mask = None) -> Tensor:
         """Feeds prompts to the model, after what the cache holds.
@@ -160,11 +162,11 @@ class StepwiseGenerator:
         """
         return self._session.feed(self._read(input_ids, attention_mask).rows)
 
+    @alone
     @torch.no_grad()
     def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Feeds one token per row, (B,); returns the logits (B, V) of the next. RuntimeError before any prefill."""
         ids = torch.as_tensor(token_ids, device="cpu")
-        self._end_run()
         if self.cache is None:
             raise RuntimeError("decode_step before any prefill: there is no cache yet")
         if ids.shape != (self.cache.batch_size,):
@@ -184,6 +186,7 @@ class StepwiseGenerator:
             self._session.restore(before)
             raise
 
+    @alone
     def rollback(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens of every row (or ``n[b]`` of row b) from the conversation.
 
@@ -203,8 +206,12 @@ class StepwiseGenerator:
     def _shorten(self, lengths: list[int]) -> None:
         self._session.shorten(lengths)
 
+    @alone
     def reset(self) -> None:
         """Ends the conversation; the next prompt starts a new one of any batch size. The random state is kept."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._run_state = None
         self._expanded = False
         self._session.reset()
@@ -235,9 +242,15 @@ class StepwiseGenerator:
             begin({"the tokens": (self.tokens, rows), "the random state": state})
 
     def _end_run(self) -> None:
-        """Ends a run that is under way and removes the padding fed to ended rows."""
+        """Ends a run that is under way: removes what its consumer has not got, and the padding fed to ended rows."""
+        if self._run_state is not None and self._run_state.may_be_left:
+            self._keep(self._run_state, self._run_state.given)
         self._run_state = None
         self._session.drop_padding()
+
+    def _keep(self, run: Run, given: int) -> None:
+        """Truncates rows to the tokens of the ``given`` steps that were yielded."""
+        self._session.keep([min(len(row), row.start + given) for row in run.rows])
 
     def _snapshot(self) -> Any:
         self._end_run()
@@ -251,13 +264,13 @@ class StepwiseGenerator:
     def _read(
         self, input_ids: TokenIds, attention_mask: Mask, config: GenerateConfig | None = None
     ) -> Prompts:
-        self._end_run()
         pad = self._pad(config or self.config)
         texts = [input_ids] if isinstance(input_ids, str) else input_ids
         if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
             input_ids = self._encoded(texts, attention_mask)
         prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
         self._session.check_rows(len(prompts.rows))
+        self._end_run()
         self._check_adapters(is_step=prompts.width == 1)
         return prompts
 
@@ -271,7 +284,7 @@ class StepwiseGenerator:
             warnings.warn(
                 "the model uses other adapters than those that the tokens of this conversation were read with: they "
                 "stay in its cache as they are; reset(), and give the text again, for what the model says now",
-                stacklevel=4,
+                stacklevel=5,  # the caller of a call in its turn
             )
 
     def _encoded(self, texts: Sequence[Any], attention_mask: Mask) -> list[list[int]]:

@@ -9,15 +9,14 @@ stays so, since others may have written to its pages: it is swapped in or recomp
 from __future__ import annotations
 
 import heapq
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 from caramba_fast.infer.lookup import NGramIndex
+from caramba_fast.infer.run import is_running
 from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import Event, PagedSequence, Request
@@ -180,11 +179,4 @@ def whole(method: Method) -> Method:
 
 def _is_under_way(turn: Turn) -> bool:
     """Whether the call of an open turn still runs, in any thread, rather than having been interrupted."""
-    for newest in sys._current_frames().values():
-        frame: FrameType | None = newest
-        while frame is not None:
-            whole = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "call"
-            if whole and frame.f_locals.get("turn") is turn:
-                return True
-            frame = frame.f_back
-    return False
+    return is_running(turn, __file__, "call")

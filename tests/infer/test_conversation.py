@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +216,109 @@ def test_a_rollback_while_a_run_is_held_is_kept_or_refused(model: Transformer) -
         history.append(token)
     del steps
     assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
+
+
+CALLS: dict[str, Callable[[Any, Path], Any]] = {
+    "generate": lambda generator, _: generator.generate([MORE]),
+    "generate_iter": lambda generator, _: next(generator.generate_iter([MORE])),
+    "prefill": lambda generator, _: generator.prefill([MORE]),
+    "decode_step": lambda generator, _: generator.decode_step([1]),
+    "rollback": lambda generator, _: generator.rollback(1),
+    "reset": lambda generator, _: generator.reset(),
+    "save": lambda generator, folder: generator.save(folder / "new.session"),
+    "resume": lambda generator, folder: generator.resume(folder / "a.session"),
+}
+
+
+def refused(call: Callable[[Any, Path], Any], generator: Any, folder: Path, elsewhere: bool) -> str:
+    """Why a call is refused, here or in a thread of its own."""
+    said: list[str] = []
+
+    def work() -> None:
+        with pytest.raises(RuntimeError) as error:
+            call(generator, folder)
+        said.append(str(error.value))
+
+    if elsewhere:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    else:
+        work()
+    return said[0]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["nested", "another thread"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_while_another_runs_is_refused(
+    model: Transformer, name: str, elsewhere: bool, tmp_path: Path
+) -> None:
+    generator = greedy(model)
+    generator.prefill([A])
+    generator.save(tmp_path / "a.session")
+    said: list[str] = []
+
+    def within(ids: Tensor, scores: Tensor) -> Tensor:
+        said.append(refused(CALLS[name], generator, tmp_path, elsewhere))
+        return scores
+
+    given = generator.generate([B], logits_processor=within)
+    assert given.tolist() == [B + uncached(model, A + B)]
+    assert all("one at a time" in words for words in said) and said
+    history = A + given[0].tolist()
+    assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_iteration_goes_on_unharmed_by_another_thread(
+    model: Transformer, name: str, tmp_path: Path
+) -> None:
+    generator = greedy(model)
+    generator.prefill([A])
+    generator.save(tmp_path / "a.session")
+    steps = generator.generate_iter([B])
+    seen = []
+    for token in steps:
+        seen.append(token)
+        assert "generate_iter of another thread" in refused(CALLS[name], generator, tmp_path, True)
+    assert seen == uncached(model, A + B)
+    CALLS[name](generator, tmp_path)
+
+
+@pytest.mark.parametrize("prompt", [[[VOCABULARY]], [[]], [A, B], "no tokenizer"])
+def test_an_iteration_goes_on_behind_a_prompt_that_is_refused(
+    model: Transformer, prompt: Any
+) -> None:
+    generator = greedy(model)
+    steps = generator.generate_iter([A])
+    seen = [next(steps)]
+    for call in (generator.generate, generator.generate_iter, generator.prefill):
+        with pytest.raises((ValueError, TypeError)):
+            call(prompt)
+    assert [*seen, *steps] == uncached(model, A)
+
+
+def test_an_iteration_of_a_thread_that_has_ended_may_be_overtaken(model: Transformer) -> None:
+    generator, held = greedy(model), list[Any]()
+
+    def begin() -> None:
+        held.append(generator.generate_iter([A]))
+        held.append(next(held[0]))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    history = [*A, held[1]]
+    assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
+
+
+def test_an_iteration_has_the_seed_it_was_made_with(model: Transformer) -> None:
+    generator = greedy(model, temperature=1.0)
+    wanted = list(generator.generate_iter([A], seed=5))
+    generator.reset()
+    steps = generator.generate_iter([A], seed=5)
+    generator.generate_iter([B])  # never begun
+    assert list(steps) == wanted
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -173,6 +173,21 @@ def test_a_consumer_that_stops_early_leaves_what_it_was_given(
     assert torch.equal(out[:, -17:], plain(target).generate(joined)[:, -17:])
 
 
+@pytest.mark.parametrize("name", ["the target itself", "lookup"])
+def test_an_iteration_that_is_overtaken_leaves_what_it_gave(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    spec = speculative(target, drafts[name], spec_k=6)
+    steps: Any = spec.generate_iter(PROMPTS)
+    seen = [next(steps).tolist() for _ in range(2)]
+    rows = [[*row, *new] for row, new in zip(PROMPTS, zip(*seen, strict=True), strict=True)]
+    joined = [row + more for row, more in zip(rows, MORE, strict=True)]
+    out = spec.generate(MORE)
+    assert torch.equal(out[:, -17:], plain(target).generate(joined)[:, -17:])
+    with pytest.raises(RuntimeError, match="went on without this iteration"):
+        next(steps)
+
+
 @pytest.mark.parametrize("who", ["target", "draft"])
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_what_fails_leaves_the_conversation_as_it_was(
