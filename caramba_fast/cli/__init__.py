@@ -18,6 +18,8 @@ QUIET = {
 TALKATIVE = ("torchao", "torch.utils._pytree")
 #: Modules the commands import -> package to install.
 NEEDED = {"typer": "typer", "rich": "rich", "tokenizers": "tokenizers", "yaml": "pyyaml"}
+#: Exit status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -37,8 +39,10 @@ def main() -> None:
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-    from caramba_fast.cli.app import app  # noqa: PLC0415 - only with the extra
-
+    try:
+        from caramba_fast.cli.app import app  # noqa: PLC0415 - only with the extra
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     app()
 
 

@@ -30,8 +30,16 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise  # `| head` has read enough; typer ends without a word
     except USER_ERRORS as error:
+        if _of_an_interrupt(error):  # a library that was loading made another error of it
+            raise KeyboardInterrupt from error
         show_error(error)
         raise typer.Exit(1) from error
+
+
+def _of_an_interrupt(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def show_error(error: BaseException) -> None:

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from caramba_fast.config import KVCacheKind
+from caramba_fast.config.files import shown
 from caramba_fast.config.kvcache import removed
 from caramba_fast.config.names import NamedFields
 
@@ -29,6 +30,18 @@ GREEDY_BELOW = 1e-5
 def _tuple_of(value: object) -> object:
     """Wraps a single item in a tuple."""
     return (value,) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
+
+
+def _stops(value: object) -> object:
+    """`_tuple_of` texts and ids; raises ValueError for anything else, which a union would explain twice."""
+    items = _tuple_of(value)
+    for item in items if isinstance(items, (list, tuple, set, frozenset)) else ():
+        index = isinstance(item, int) and not isinstance(item, bool) and item >= 0
+        if not index and not (isinstance(item, str) and item):
+            raise ValueError(
+                f"it holds {shown(item)}; texts of at least one character, and ids of 0 or more, are allowed"
+            )
+    return items
 
 
 class Fields(NamedFields):
@@ -60,7 +73,7 @@ class LengthFields(Fields):
     ignore_eos: bool = False
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, strict=True)] | TokenId, ...],
-        BeforeValidator(_tuple_of),
+        BeforeValidator(_stops),
     ] = Field(default=(), validation_alias=AliasChoices("stop", "stop_strings"))
     pad_token_id: int | None = Field(default=None, ge=0)
 

@@ -1,7 +1,7 @@
 """PlanFile: a JSON file of many plans, safe to share between processes.
 
 Writers hold a lock and replace the file atomically, so readers need none. A damaged file, or one of another version, is
-renamed with a warning and rebuilt.
+renamed with a warning and rebuilt. A file that never was one is refused, and stays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import warnings
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,16 @@ class PlanFile:
             raise PlanFileError(_cannot("read", self.path, error)) from error
         if text[8:9] == b"{" and int.from_bytes(text[:8], "little") < len(text):
             raise PlanFileError(_foreign(self.path))  # safetensors: a model's weights
-        found = parse_json(text, finite=True)
-        if isinstance(found, dict) and found and not found.keys() & {"plans", "schema_version"}:
+        try:
+            found = parse_json(text, finite=True)
+        except ValueError:
+            if not _may_have_been_plans(text):
+                raise PlanFileError(_foreign(self.path)) from None
+            raise
+        foreign = not isinstance(found, (dict, list))
+        if isinstance(found, dict) and found:
+            foreign = not found.keys() & {"plans", "schema_version"}
+        if foreign:
             raise PlanFileError(_foreign(self.path))
         if not isinstance(found, dict) or not isinstance(found.get("plans"), dict):
             raise ValueError("it is JSON, but no file of plans")
@@ -146,6 +155,12 @@ class PlanFile:
                 stream.write(f"{text}\n".encode())
         except OSError as error:
             raise PlanFileError(_cannot("write", self.path, error)) from error
+
+
+def _may_have_been_plans(text: bytes) -> bool:
+    """Whether a file that is no JSON may be damaged plans: cut off, zeroed by a crash, or saved as UTF-16."""
+    rest = text.lstrip()
+    return not rest or rest.startswith((b"{", b"\0", BOM_UTF8, BOM_UTF16_LE, BOM_UTF16_BE))
 
 
 def _foreign(path: Path) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -30,6 +31,45 @@ def test_closed_streams_are_empty_ones(
     )  # fmt: skip
     assert run.returncode == status, run.stderr
     assert said in run.stderr and "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("typer", "KeyboardInterrupt"),
+        ("caramba_fast.cli.models", "KeyboardInterrupt"),
+        ("caramba_fast.cli.models", "RecursionError"),
+    ],
+)
+def test_ctrl_c_while_libraries_load_ends_without_a_word(place: str, error: str) -> None:
+    """Some make another error of it."""
+    work = f"""
+        import sys
+        from importlib.abc import MetaPathFinder
+        import caramba_fast.cli as cli
+
+        class Interrupt(MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == {place!r}:
+                    try:
+                        raise KeyboardInterrupt
+                    except KeyboardInterrupt:
+                        raise {error}
+
+        cli.NEEDED = {{}}
+        sys.meta_path.insert(0, Interrupt())
+        sys.argv = ["caramba-fast", "generate", "x"]
+        cli.main()
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", dedent(work)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 130, run.stderr
+    assert run.stdout == "" and run.stderr.strip() in ("", "Aborted.")
 
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])

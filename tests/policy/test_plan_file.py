@@ -256,6 +256,17 @@ def test_a_damaged_file_is_reported_set_aside_and_rebuilt(name: str, path: Path)
     assert choose(model, path).reused
 
 
+@pytest.mark.parametrize(
+    "content", [b"notes of mine\n", b"[tool]\na = 1\n", b'"text"', b"\x89PNG\r\n", b"7"]
+)
+def test_a_file_that_never_held_plans_is_refused_and_stays(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+    with pytest.raises(PlanFileError, match="is another file, no file of plans, and stays"):
+        choose(make(), path)
+    assert path.read_bytes() == content
+    assert {file.name for file in path.parent.iterdir()} <= {"plans.json", "plans.json.lock"}
+
+
 @pytest.mark.parametrize("change", [{"spec": "fp16"}, {"nbytes": 5}])
 def test_a_plan_that_takes_what_its_rows_rejected_is_damaged(
     change: dict[str, Any], path: Path

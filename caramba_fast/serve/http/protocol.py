@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
@@ -99,7 +100,7 @@ class Sampling(_Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MOST_ANSWERS)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop: Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS)] = []
     min_tokens: int = Field(default=0, ge=0)
     stream: bool = False
@@ -118,6 +119,14 @@ class Sampling(_Body):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_or_several(cls, stop: Any) -> Any:
+        """A single stop string is a list of one."""
+        if not isinstance(stop, (str, list)):
+            raise ValueError(f"it is {shown(stop)}; text, or a list of texts, is served")
+        return [stop] if isinstance(stop, str) else stop
+
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
@@ -135,7 +144,7 @@ class Sampling(_Body):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(self.stop or ())
 
     @property
     def usage_in_stream(self) -> bool:
@@ -219,10 +228,16 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _text_alone(cls, content: Any) -> Any:
+        if not isinstance(content, (str, list, NoneType)):
+            raise ValueError(f"it is {shown(content)}; text, or a list of text parts, is served")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else "text"
             if kind not in (None, "text"):
                 raise ValueError(f"a part has the type {shown(kind)}; 'text' is served")
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"a part is {shown(part)}; an object with the type 'text' and a text is served"
+                )
         return content
 
     def laid_out(self, parsed: bool = True) -> dict[str, Any]:
