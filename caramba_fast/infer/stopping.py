@@ -157,22 +157,26 @@ def eos_ids(config: GenerateConfig, model: Any) -> frozenset[int]:
 
     Raises ValueError if one of them, or the padding id, is outside the vocabulary.
     """
-    given = config.eos_token_id
+    given, whose, instead = config.eos_token_id, "eos_token_id", ""
     if given is None and not config.ignore_eos:
         given = ids_that_end(model)
+        whose = "the model's own eos_token_id (of its config or generation config)"
+        instead = "; set eos_token_id, or ignore_eos=True"
     ids = (given,) if isinstance(given, int) else given or ()
-    for name, index in [*(("eos_token_id", i) for i in ids), ("pad_token_id", config.pad_token_id)]:
+    named = [*((whose, i, instead) for i in ids), ("pad_token_id", config.pad_token_id, "")]
+    for name, index, way in named:
         if index is not None and index >= model.vocab_size:
             raise ValueError(
-                f"{name} is {index}; the model's vocabulary allows 0 to {model.vocab_size - 1}"
+                f"{name} is {index}; the model's vocabulary allows 0 to {model.vocab_size - 1}{way}"
             )
     return frozenset(ids)
 
 
 def ids_that_end(model: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model, in its order; empty if it has none."""
+    """The end-of-sequence ids of a model, in its order; empty if it has none, which some configs write as -1."""
     found = getattr(model, "eos_token_ids", None) or model.eos_token_id
-    return (found,) if isinstance(found, int) else tuple(found or ())
+    ids = (found,) if isinstance(found, int) else found or ()
+    return tuple(index for index in ids if index >= 0)
 
 
 def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:

@@ -100,6 +100,28 @@ def test_a_seed_torch_cannot_take_is_refused_by_name(model: Transformer) -> None
         Generator(model, seed=2**64)
 
 
+def test_a_models_own_end_outside_its_vocabulary_is_refused_as_its_own(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "config", model.config.model_copy(update={"eos_token_id": (3, 61)}))
+    with pytest.raises(
+        ValueError, match=r"own eos_token_id \(of its config.* is 61; .*0 to 60; set"
+    ):
+        Generator(model)
+    assert Generator(model, ignore_eos=True).eos_ids == frozenset()
+    assert Generator(model, eos_token_id=4).eos_ids == {4}
+
+
+def test_a_models_end_of_minus_1_is_none(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Generator(model, temperature=0.0, max_new_tokens=3, ignore_eos=True).generate([[5, 6]])
+    monkeypatch.setattr(model, "config", model.config.model_copy(update={"eos_token_id": -1}))
+    generator = Generator(model, temperature=0.0, max_new_tokens=3, min_new_tokens=3)
+    assert generator.eos_ids == frozenset()
+    assert torch.equal(generator.generate([[5, 6]]), wanted)
+
+
 @pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
 def test_special_ids_outside_the_vocabulary_are_refused(model: Transformer, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 61.*0 to 60"):
