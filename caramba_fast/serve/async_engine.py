@@ -119,6 +119,12 @@ class AsyncEngine:
         """Raises unless requests are taken on, in this event loop: the engine's would never wake another."""
         if self._task is None or not self.is_running or self._closing:
             raise self._stopped("the request was not taken on")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        """Raises RuntimeError in another event loop than that of a running engine."""
+        if self._task is None or not self.is_running:
+            return
         if self._task.get_loop() is not asyncio.get_running_loop():
             raise RuntimeError(
                 "the engine runs in another event loop; call it there (asyncio.run_coroutine_threadsafe)"
@@ -179,8 +185,15 @@ class AsyncEngine:
         raise EngineStoppedError("the request's events ended before it did")
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a request, even one waiting for a place; its stream gets the final event. KeyError if there is none."""
-        mine = (x for x in self._waiting.items() if x[1].request_id == request_id)
+        """Ends a request, even one waiting for a place; its stream gets the final event.
+
+        Raises:
+            KeyError: there is no such request.
+            RuntimeError: the engine runs in another event loop.
+        """
+        self._check_loop()
+        named = (x for x in self._waiting.items() if x[1].request_id is not None)
+        mine = (x for x in named if x[1].request_id == request_id)
         taken, prepared = next(mine, (None, None))
         if taken is None or prepared is None or self.engine.is_under_way(request_id):
             self.engine.cancel(request_id)

@@ -136,8 +136,17 @@ class PrefixStore:
                 known = name in self._files
             page = self._read(name, scope, tokens[: place * size]) if known else None
             if page is None:
+                self._drop_missing(names[place:])
                 return
             yield page
+
+    def _drop_missing(self, names: Sequence[str]) -> None:
+        """Forgets pages whose files were deleted, so that all of them are written again."""
+        with self._changing:
+            known = [name for name in names if name in self._files]
+        for name in known:
+            if not (self.folder / name).exists():
+                self._drop(name)
 
     def _names(self, scope: str, tokens: array[int], count: int) -> list[str]:
         """File names of the first full pages of tokens."""

@@ -356,6 +356,8 @@ def test_another_event_loop_is_refused_rather_than_left_waiting() -> None:
                 ask = server.generate(prompt)
                 with pytest.raises(RuntimeError, match="runs in another event loop"):
                     await asyncio.to_thread(asyncio.run, asyncio.wait_for(ask, 20))
+            with pytest.raises(RuntimeError, match="runs in another event loop"):
+                await asyncio.to_thread(asyncio.run, server.cancel("a"))
             assert len((await server.generate(prepared)).generated_tokens) == 2
 
     asyncio.run(serve())
@@ -364,6 +366,21 @@ def test_another_event_loop_is_refused_rather_than_left_waiting() -> None:
 def test_a_buffer_has_room_for_something() -> None:
     with pytest.raises(ValueError, match="stream_buffer is 0"):
         AsyncEngine(engine(), stream_buffer=0)
+
+
+def test_none_cancels_no_request_that_waits_without_a_name() -> None:
+    async def serve() -> None:
+        async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:
+            given = dict(max_new_tokens=9, ignore_eos=True)
+            calls = [asyncio.create_task(server.generate([1, 2], **given)) for _ in range(4)]
+            while not server._waiting:
+                await asyncio.sleep(0)
+            with pytest.raises(KeyError, match="request None is not under way"):
+                await server.cancel(None)  # type: ignore[arg-type]
+            for output in await asyncio.gather(*calls):
+                assert output.finish_reasons == ["length"]
+
+    asyncio.run(serve())
 
 
 def test_who_waits_for_a_place_can_be_cancelled() -> None:

@@ -169,6 +169,9 @@ def test_answers_and_stops_that_the_engine_has_for_its_requests(direct):
                 for choice in json.loads(line[6:])["choices"] if "{" in line else ():
                     texts[choice["index"]] += choice["text"]
             assert texts == [whole[: whole.index(stop)]] * 2
+        refused = httpx.post(f"{address}/v1/completions", json={**body, "temperature": 0})
+        assert refused.status_code == 400
+        assert "n, which is not given, is 2 on this server" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

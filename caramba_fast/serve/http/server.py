@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from caramba_fast.config.files import explain
 from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
 from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
 from caramba_fast.serve.engine import Engine
@@ -212,6 +213,19 @@ class _Served:
         self, body: Sampling, request: Request, ids: list[int], most: int, chat: bool
     ) -> Response:
         self._check_room()
+        answers = self.engine.engine.config.num_return_sequences
+        said = body.model_fields_set
+        if (
+            answers > 1
+            and "n" not in said
+            and "temperature" in said
+            and body.temperature < GREEDY_BELOW
+        ):
+            raise HTTPException(
+                400,
+                f"temperature is {body.temperature:g} and n, which is not given, is {answers} on this server: all "
+                "would be alike; n: 1 is allowed",
+            )
         salt = request.state.salt + (f" {body.cache_salt}" if body.cache_salt else "")
         with _refused():
             prepared = await self.engine.prepared(ids, cache_salt=salt, **body.settings(most))
