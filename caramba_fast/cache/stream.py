@@ -62,6 +62,8 @@ def _copy(source: Tensor, target: Tensor, position: Tensor, keep: Tensor | None 
 #: Capacity is rounded up to this many slots, so that kernels load codes without masks.
 SLOT_MULTIPLE = 128
 SIDE_DTYPE = torch.float16
+#: The largest magnitude of a value in units of its block's scale, for kinds that have one for each block of a token.
+LARGEST_CODES = {"q8_0": 127, "q4_0": 8, "nf4": 1}
 
 
 def capacity(max_seq_len: int) -> int:
@@ -141,6 +143,15 @@ class CacheTensor:
         if self.weighs:
             packed = self.lanes.pack(rms.to(self.codes.device, torch.float32)[None, :, None])
             self._query_rms, self._view = packed[0, :, 0].contiguous(), None
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a value, in the stored basis, that is never read as infinite or NaN."""
+        form = self.config.kind.storage
+        half = torch.finfo(SIDE_DTYPE).max
+        if self.tail is not None or self.sink is not None or form.by_channel:  # zeros are fp16, too
+            return half
+        return half * LARGEST_CODES[form.name] if form.quantized else torch.finfo(form.dtype).max
 
     @property
     def token_buffers(self) -> list[Tensor]:

@@ -215,7 +215,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
         Raises RuntimeError if tokens already dropped by the sliding window would become visible again.
         """
         removed = min(tokens_to_remove(count, self.length), self.length)
-        if self.dropped and self._made().pos - removed < (self.sliding_window or 0) - 1:
+        if not self.can_take_back(removed):
             raise RuntimeError(
                 f"{self.common.model}: {removed} tokens are to be taken off, and the sliding window of layer "
                 f"{self.index} keeps {SLACK} beyond its own; activate_past_recording() before they come"
@@ -231,6 +231,14 @@ class CarambaLayer(StoringLayer, PackedLayer):
         recording, self.record_past = self.record_past, False
         self._leave_behind(0)
         self.record_past = recording
+
+    def can_take_back(self, tokens: int) -> bool:
+        """Whether no token that the window has dropped would become visible again."""
+        return not self.dropped or self._made().pos - tokens >= (self.sliding_window or 0) - 1
+
+    def take_back(self, tokens: int) -> None:
+        """Removes the newest ``tokens``, of a pass that failed."""
+        self._made().crop(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders rows: new row b is old row ``beam_idx[b]``."""

@@ -49,6 +49,10 @@ class HybridLayer(CarambaLayer):
         """Whether the state can be rolled back; K and V always can."""
         return bool(LinearAttentionLayer.is_croppable.fget(self))
 
+    def can_take_back(self, tokens: int) -> bool:  # noqa: ARG002
+        """False: the state has no way back of its own."""
+        return False
+
     def crop(self, count: int) -> None:
         """Removes the newest tokens; from the state first, which may refuse."""
         LinearAttentionLayer.crop(self, count)

@@ -7,6 +7,7 @@ forward pass (`StepLayer`, `RaggedStepLayer`).
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,11 +17,17 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from caramba_fast.cache import LayerKVCache, Rope
+from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.hf.compat import stock_layers
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.rotary import appended, to_append
 from caramba_fast.hf.scope import INSTEAD, NAME, implementation
 from caramba_fast.hf.settings import CacheSettings
+from caramba_fast.ops.hadamard import rotated
+
+KEYS_AND_VALUES = ("keys", "values")
+#: Advice for keys or values too large for fp16.
+HELD_BY = "cache='bf16' or 'fp32', for both, holds all of them"
 
 
 class TensorsNeededError(RuntimeError):
@@ -216,6 +223,9 @@ class StoringLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    #: The layer surely holds keys and values of lower magnitude; infinite if it holds whatever the model's dtype does,
+    #: and where nothing is checked (see `StoringCache`).
+    held_below = math.inf
 
     def __init__(
         self,
@@ -252,7 +262,51 @@ class StoringLayer(CacheLayerMixin):
             )  # fmt: skip
         self.store.attended_again = self.lends
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._set_held_below()
         self.is_initialized = True
+
+    def _set_held_below(self) -> None:
+        if self.device.type != "cpu":
+            return
+        streams = self._made().streams.values()
+        if torch.finfo(self.dtype).max > min(stream.largest for stream in streams):
+            # a rotation is orthonormal
+            self.held_below = min(
+                x.largest / (math.sqrt(x.head_dim) if x.config.rotate else 1.0) for x in streams
+            )
+
+    def overflow(self, keys: Tensor, values: Tensor) -> str | None:
+        """Which of the newest keys and values (B, H_kv, T, D), just stored, are too large for it; None if none are.
+
+        Padding in front of rows does not count, nor do infinite values and NaN, which are the model's own.
+        """
+        store, leftpad = self._made(), self.common.leftpad
+        end = int(self.get_seq_length())
+        for name, stream, new in zip(
+            KEYS_AND_VALUES, store.streams.values(), (keys, values), strict=True
+        ):
+            x = rotated(new.detach(), stream.config.rotate)
+            if leftpad is not None:
+                column = torch.arange(end - x.shape[2], end, device=x.device)
+                x = x.masked_fill((column < leftpad[:, None])[:, None, :, None], 0)
+            found = float(x.abs().max())
+            if stream.largest < found < math.inf:
+                place = f"{self.common.model}: layer {self.index}"
+                return f"{place} has {name} of up to {found:.6g}, and {self.holds(stream)}"
+        return None
+
+    def holds(self, stream: CacheTensor) -> str:
+        """How large the values of a stream may be, for messages."""
+        kinds = "/".join(x.config.kind.value for x in self._made().streams.values())
+        return f"a cache in {kinds} holds them up to {stream.largest:,.0f}: {HELD_BY}"
+
+    def can_take_back(self, tokens: int) -> bool:  # noqa: ARG002
+        """Whether `take_back` is possible."""
+        return True
+
+    def take_back(self, tokens: int) -> None:
+        """Removes the newest ``tokens``, of an uncompiled pass that failed."""
+        raise NotImplementedError
 
     def _query_rms(self, shape: tuple[int, int]) -> dict[str, Tensor]:
         """Empty for keys of another shape than the model's, for example of a subset of its heads."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +14,14 @@ from transformers.cache_utils import Cache
 
 from caramba_fast.hf.cache_state import load_state, move_stock, state_of
 from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
-from caramba_fast.hf.compat import query_length
+from caramba_fast.hf.compat import EMPTY, query_length
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, StoringLayer
 from caramba_fast.hf.scope import decoder_configs
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.step_cache import PackedCache
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,10 +29,35 @@ if TYPE_CHECKING:
     from caramba_fast.hf.settings import StorageOptions
 
 
+@dataclass(frozen=True)
+class New:
+    """The ``tokens`` that a layer has stored in this pass: keys and values, until they are checked."""
+
+    layer: StoringLayer
+    tokens: int
+    states: tuple[Tensor, ...]
+
+
+def _surely_held(stored: Sequence[New]) -> bool:
+    """Whether all layers hold these keys and values, by their largest magnitude; False for NaN."""
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for x in (x for new in stored for x in new.states):
+        alike.setdefault(x.shape, []).append(x)
+    most = min(new.layer.held_below for new in stored)
+    for parts in alike.values():
+        least, largest = torch.aminmax(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+        if not (-most <= float(least) and float(largest) <= most):
+            return False
+    return True
+
+
 class StoringCache(PackedCache):
     """Base of `CarambaCache` and `CarambaStaticCache`; ``common`` is the state shared by the layers."""
 
     common: Common
+    #: Index of the last packed layer.
+    _last = -1
+    _new: tuple[New, ...] = ()
 
     def _fill(
         self,
@@ -47,6 +75,53 @@ class StoringCache(PackedCache):
         ):  # probed here, because stores are created in the middle of a forward pass
             self.common.query_rms = capabilities_of(model).query_rms
         Cache.__init__(self, layers=packed_layers(self.common, kind))
+        packed = (i for i, layer in enumerate(self.layers) if isinstance(layer, StoringLayer))
+        self._last = max(packed, default=-1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the keys and values of a layer; see `PackedLayer.update`.
+
+        On a CPU, raises ValueError for keys or values too large for how they are stored, and takes back what was stored
+        in this pass. A few tokens are checked with the last layer, because a check takes as long as a short op.
+        """
+        found: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
+            key_states, value_states, *args, **kwargs
+        )
+        if not torch.compiler.is_compiling():
+            self._check_range(layer_idx, key_states, value_states)
+        return found
+
+    def _check_range(self, index: int, keys: Tensor, values: Tensor) -> None:
+        layer, tokens = self.layers[index], keys.shape[2]
+        if self._new and index <= self._new[-1].layer.index:  # of an earlier pass
+            self._new = ()
+        watched = getattr(layer, "held_below", math.inf) < math.inf
+        if watched:
+            self._new = (*self._new, New(layer, tokens, (keys.detach(), values.detach())))
+        if not self._new or (watched and tokens <= MAX_QUERY_TOKENS and index < self._last):
+            return
+        if not _surely_held(self._new):
+            for new in self._new:
+                problem = new.layer.overflow(*new.states) if new.states else None
+                if problem:
+                    raise ValueError(f"{problem}{self._take_back()}")
+        done = index >= self._last
+        self._new = () if done else tuple(replace(new, states=()) for new in self._new)
+
+    def _take_back(self) -> str:
+        """Removes what the layers have stored in this pass, or everything if one of them has no way back."""
+        stored, self._new = self._new, ()
+        others = (x for x in self.layers if not isinstance(x, (StoringLayer, *EMPTY)))
+        if next(others, None) is not None or not all(
+            new.layer.can_take_back(new.tokens) for new in stored
+        ):
+            self.reset()
+            return "; the cache is empty now"
+        for new in stored:
+            new.layer.take_back(new.tokens)
+        return ""
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorders rows: new row b is old row ``beam_idx[b]``."""
@@ -135,10 +210,7 @@ class CarambaCache(StoringCache):
             return _update(self, key_states, value_states, layer_idx, *args, **kwargs)
         if self.offloads:
             self._offload_others(layer_idx)
-        found: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
-            key_states, value_states, *args, **kwargs
-        )
-        return found
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
         """As `PackedCache.get_mask_sizes`; raises ValueError, before any layer is written, beyond ``max_seq_len``."""

@@ -6,6 +6,7 @@ replay it. ``update`` returns the codes; the attention call that follows finds t
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import StaticLayer
 
 from caramba_fast.hf.compat import tokens_to_remove
-from caramba_fast.hf.layers import StoringLayer
+from caramba_fast.hf.layers import KEYS_AND_VALUES, StoringLayer
 from caramba_fast.hf.lazy_tensors import values_of
 from caramba_fast.hf.rotary import appended, to_append
 from caramba_fast.ops import KVView, append_, decode_attention, extend_attention
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.hadamard import rotated
 
 
 class Current(threading.local):
@@ -80,6 +82,10 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.take_starts()
         self._take_views()
         if not torch.compiler.is_compiling():
+            for (
+                stream
+            ) in store.streams.values():  # compiled code looks for the matrix of a rotation
+                rotated(key_states.new_empty(1, stream.head_dim), stream.config.rotate)
             for tensor in (self.cumulative_length, *self._buffers()):
                 torch._dynamo.mark_static_address(tensor)
 
@@ -127,6 +133,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             self._advance(tokens)
         else:
             new = key_states.detach(), value_states.detach()
+            self._check_compiled(*new)
             append_(self.k, self.v, *new, self.lengths, cache_leftpad=self.starts)
             self._advance(tokens)
         place = current if eager else traced
@@ -139,6 +146,21 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
+
+    def _check_compiled(self, *new: Tensor) -> None:
+        """Lets a compiled pass raise RuntimeError, when it runs, for keys and values as in `overflow`."""
+        if self.held_below == math.inf:
+            return
+        column = self.cumulative_length + torch.arange(new[0].shape[2], device=self.lengths.device)
+        padding = (column < self.starts[:, None])[:, None, :, None]
+        for name, stream, x in zip(
+            KEYS_AND_VALUES, self._made().streams.values(), new, strict=True
+        ):
+            size = rotated(x, stream.config.rotate).masked_fill(padding, 0).abs()
+            torch._assert_async(
+                ((size <= stream.largest) | ~size.isfinite()).all(),
+                f"{name} are too large, since {self.holds(stream)}",
+            )
 
     def _advance(self, tokens: int) -> None:
         # A compiled step cannot raise if tokens do not fit; the clamp keeps kernels within the buffers.
@@ -289,6 +311,10 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         held = self.count()
         self._remove(min(tokens_to_remove(count, held), held))
 
+    def take_back(self, tokens: int) -> None:
+        """Removes the newest ``tokens`` of an uncompiled pass that failed."""
+        self._remove(tokens)
+
     def _remove(self, removed: int) -> None:
         self._tell_store()
         self._made().crop(removed)
@@ -300,7 +326,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     def _forget(self, tokens: int) -> None:
         """Removes the newest tokens of an uncompiled pass; while a pass is compiled, nothing is stored yet."""
         if not torch.compiler.is_compiling():
-            self._remove(tokens)
+            self.take_back(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders rows: new row b is old row ``beam_idx[b]``."""

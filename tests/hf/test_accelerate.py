@@ -483,3 +483,71 @@ def test_a_window_of_the_caches_alone_is_kept_by_attention_that_is_not_ours(name
     expected = logits(DynamicCache(config=model.config))
     found = logits(CarambaCache(model, "fp32"))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+# -- keys and values that are too large --------------------------------------------------------
+
+
+def with_large(part: str, layer: int) -> PreTrainedModel:
+    """A model whose keys or values of a layer exceed the range of fp16, and whose tokens stay what they were."""
+    model = tiny("llama")
+    attention_layer = model.model.layers[layer].self_attn
+    other = attention_layer.q_proj if part == "k" else attention_layer.o_proj
+    with torch.no_grad():
+        getattr(attention_layer, f"{part}_proj").weight.mul_(1e7)
+        other.weight.div_(1e7)
+    return model
+
+
+@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_keys_and_values_too_large_for_a_cache_are_named(
+    part: str, implementation: str | None
+) -> None:
+    options = dict(max_new_tokens=6, do_sample=False)
+    for layer in (0, 1):
+        model = with_large(part, layer)
+        expected = model.generate(IDS, **options)
+        options["cache_implementation"] = implementation
+        name = "keys" if part == "k" else "values"
+        for kind in ("fp16", "q8", "q4", "q8:plain", "q8/bf16"):
+            for prefill in ("exact", "stored"):
+                accelerate(model, kind, prefill=prefill)
+                with pytest.raises(ValueError, match=rf"layer {layer} has {name} of up to .*'bf16'"):
+                    model.generate(IDS, **options)
+        for kind in ("fp32", "bf16"):
+            accelerate(model, kind)
+            assert torch.equal(model.generate(IDS, **options), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [CarambaCache, CarambaStaticCache])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_pass_with_too_large_values_leaves_no_tokens(kind: Any, tokens: int) -> None:
+    model = accelerate(tiny("llama"), "q4")
+    sizes = {} if kind is CarambaCache else {"max_cache_len": 128}
+    cache, twin = kind(model, "q4", **sizes), kind(model, "q4", **sizes)
+    for made in (cache, twin):
+        model(IDS, past_key_values=made)
+    weight, more = model.model.layers[1].self_attn.v_proj.weight, IDS[:, :1].repeat(1, tokens)
+    weight.mul_(1e7)
+    with pytest.raises(ValueError, match="layer 1 has values"):
+        model(more, past_key_values=cache)
+    weight.div_(1e7)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [6, 6]
+    found, wanted = (model(more, past_key_values=made).logits for made in (cache, twin))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_padding_may_be_too_large() -> None:
+    model = tiny("llama")
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    ids[1, :3], mask[1, :3] = 7, 0
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = 0
+        model.model.layers[0].input_layernorm.register_forward_hook(
+            lambda _, given, out: torch.where((given[0] == 0).all(-1, keepdim=True), 1e9, out)
+        )
+    options = dict(attention_mask=mask, max_new_tokens=1, do_sample=False)
+    expected = model.generate(ids, **options)
+    assert torch.equal(accelerate(model, "fp16").generate(ids, **options), expected)

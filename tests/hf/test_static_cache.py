@@ -207,6 +207,20 @@ def test_a_refused_pass_leaves_the_cache_as_it_was() -> None:
 
 
 @torch.no_grad()
+def test_a_compiled_step_refuses_values_that_are_too_large() -> None:
+    model = accelerate(tiny("llama"), "q4")
+    cache = CarambaStaticCache(model, "q4", max_cache_len=64)
+    prompt = batch()["input_ids"]
+    model(prompt, past_key_values=cache)
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    step(prompt[:, :1], past_key_values=cache)
+    model.model.layers[1].self_attn.v_proj.weight.mul_(1e7)
+    with pytest.raises(RuntimeError, match=r"values are too large, since a cache in .*'bf16'"):
+        step(prompt[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
 def test_a_copy_knows_when_its_model_is_restored() -> None:
     model = accelerate(tiny("llama"), "fp32")
     cache = CarambaStaticCache(model, "fp32", max_cache_len=128)
