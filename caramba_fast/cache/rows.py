@@ -107,10 +107,11 @@ class LayerRows(CachedRows):
 
     def shorten(self, lengths: Sequence[int], refill: Refill) -> None:
         """`set_lengths`, with ``refill`` restoring what the rings have lost."""
-        self.narrow_tails()
-        for place in self.tail.lost(self.lengths.host, lengths):
-            refill(*place)
-        self.tail.shortened(self.lengths.host, lengths)
+        if not self._widening_undone(lengths):
+            self.narrow_tails()
+            for place in self.tail.lost(self.lengths.host, lengths):
+                refill(*place)
+            self.tail.shortened(self.lengths.host, lengths)
         self.lengths.set(lengths)
         if self.pages is not None:
             self.pages.shrink(lengths)
@@ -127,6 +128,16 @@ class LayerRows(CachedRows):
             for stream in self.streams.values():
                 stream.narrow_tail(self.seq_lens)
             self._widened = 0
+
+    def _widening_undone(self, lengths: Sequence[int]) -> bool:
+        """Whether the tails were widened for just the tokens beyond ``lengths``; the rings are then as before them."""
+        wides = [stream.wide_start for stream in self.streams.values() if self._widened]
+        if not wides or any(start is None or start.tolist() != list(lengths) for start in wides):
+            return False
+        for stream in self.streams.values():
+            stream.drop_wide_tail()
+        self._widened = 0
+        return True
 
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
         """Copies of the fp16 rings, for `restore_tail`: the codes do not preserve their exact values."""

@@ -243,6 +243,16 @@ class CacheTensor:
         if self._wide is not None:
             self.tail, self._wide = self._wide.narrowed(end), None
 
+    @property
+    def wide_start(self) -> Tensor | None:
+        """(B,) the tokens held before those that the tail was widened for; None if it is not widened."""
+        return None if self._wide is None else self._wide.start
+
+    def drop_wide_tail(self) -> None:
+        """Returns to the ring as it was before `widen_tail`."""
+        if self._wide is not None:
+            self.tail, self._wide = self._wide.ring, None
+
     def put_in_tail(self, row: int, start: int, packed: Tensor) -> None:
         """Writes packed values (lanes, n, lane_dim) into a row's ring, from position ``start`` on."""
         assert self.tail is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +128,13 @@ class StoringCache(PackedCache):
         """Reorders rows: new row b is old row ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
         self._move_starts(beam_idx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoringCache:
+        """A copy that can be used outside of the inference mode it is made in, as the cache can."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with torch.inference_mode(False):
+            vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def _move_starts(self, index: Tensor) -> None:
         leftpad = self.common.leftpad

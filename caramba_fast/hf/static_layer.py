@@ -62,6 +62,12 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             self.cumulative_length = torch.tensor(0, device="cpu")
         self.is_empty, self.counted = True, 0
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Knows the codes of a copy, which attention would take for keys, and its views, which are made anew."""
+        vars(self).update(state)
+        if self.is_initialized:
+            self._take_views()
+
     def __repr__(self) -> str:
         return f"CarambaStaticLayer({self.max_cache_len} tokens)"
 
@@ -196,7 +202,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         store = self._made()
         for _ in range(self.count() - store.pos):
             store.after_replay()
-        store.set_lengths(store.lengths.host)
+        store.lengths.set(store.lengths.host)
 
     def _first(self, keys: Tensor, values: Tensor) -> None:
         """Stores the first tokens, which attention may read unquantized."""
@@ -243,22 +249,21 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     def check_call(self, tokens: int, mask: Tensor | None, weights: bool) -> None:
         """Raises ValueError for what a static cache does not do: the caller's own mask, and returning weights.
 
-        The ``tokens`` just stored are cropped first, so that the cache is what it was before the refused pass; after
-        more than ``tail_slack`` of them, tokens that were in the tail are read as stored. A flag tracks whose mask it
-        is, because masks may be copied or sliced before they get here.
+        The ``tokens`` just stored are taken back first, so that the cache is what it was before the refused pass. A
+        flag tracks whose mask it is, because masks may be copied or sliced before they get here.
         """
+        ours, self.mask_is_ours = self.mask_is_ours, False  # a refused pass, too, has used it up
         if weights:
             self._forget(tokens)
             raise ValueError(
                 "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
             )
-        if mask is not None and not self.mask_is_ours:
+        if mask is not None and not ours:
             self._forget(tokens)
             raise ValueError(
                 "a static cache takes attention_mask as (B, tokens), not a mask "
                 f"{tuple(mask.shape)} of the caller's own; use CarambaCache"
             )
-        self.mask_is_ours = False
 
     def check_chunks(self, tokens: int) -> None:
         """Raises ValueError if the layer attends within chunks and cannot take so many ``tokens`` at once."""

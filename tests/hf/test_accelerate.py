@@ -513,7 +513,9 @@ def test_keys_and_values_too_large_for_a_cache_are_named(
         for kind in ("fp16", "q8", "q4", "q8:plain", "q8/bf16"):
             for prefill in ("exact", "stored"):
                 accelerate(model, kind, prefill=prefill)
-                with pytest.raises(ValueError, match=rf"layer {layer} has {name} of up to .*'bf16'"):
+                with pytest.raises(
+                    ValueError, match=rf"layer {layer} has {name} of up to .*'bf16'"
+                ):
                     model.generate(IDS, **options)
         for kind in ("fp32", "bf16"):
             accelerate(model, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, compat, restore
+from caramba_fast.hf.static_layer import check_no_codes
 
 FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "gpt2"]
 
@@ -193,6 +195,11 @@ def test_a_refused_pass_leaves_the_cache_as_it_was() -> None:
             model(ids, past_key_values=cache, **options)
         assert [int(layer.cumulative_length) for layer in cache.layers] == [20, 20]
         assert held(cache) == before
+    long, twin = ids.repeat(1, 40), copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="not a mask"):
+        model(long, past_key_values=cache, attention_mask=own.expand(2, 1, 40, 64))
+    found, wanted = (model(ids, past_key_values=made).logits for made in (cache, twin))
+    assert torch.equal(found, wanted)
     for rows in (1, 3):
         given = {"input_ids": ids[:1].repeat(rows, 1), "attention_mask": torch.ones(rows, 21)}
         given["attention_mask"][-1, :5] = 0
@@ -218,6 +225,29 @@ def test_a_compiled_step_refuses_values_that_are_too_large() -> None:
     model.model.layers[1].self_attn.v_proj.weight.mul_(1e7)
     with pytest.raises(RuntimeError, match=r"values are too large, since a cache in .*'bf16'"):
         step(prompt[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", [CarambaCache, CarambaStaticCache])
+def test_a_copy_made_in_inference_mode_goes_on_outside_of_it(kind: Any) -> None:
+    model = accelerate(tiny("llama"), "q4")
+    cache = kind(model, "fp32", **({} if kind is CarambaCache else {"max_cache_len": 64}))
+    with torch.inference_mode():
+        model(batch()["input_ids"], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+    with torch.no_grad():
+        given = batch()["input_ids"][:, :1]
+        found, wanted = (model(given, past_key_values=made).logits for made in (copied, cache))
+    assert torch.equal(found, wanted)
+
+
+def test_the_codes_of_a_copy_are_not_taken_for_keys() -> None:
+    model = accelerate(tiny("llama"), "fp32")
+    cache = CarambaStaticCache(model, "fp32", max_cache_len=64)
+    with torch.no_grad():
+        model(batch()["input_ids"], past_key_values=cache)
+    for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(RuntimeError, match="whose update was not the last one"):
+            check_no_codes(made.layers[0].keys)
 
 
 @torch.no_grad()
