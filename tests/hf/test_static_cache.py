@@ -195,10 +195,12 @@ def test_a_refused_pass_leaves_the_cache_as_it_was() -> None:
             model(ids, past_key_values=cache, **options)
         assert [int(layer.cumulative_length) for layer in cache.layers] == [20, 20]
         assert held(cache) == before
-    long, twin = ids.repeat(1, 40), copy.deepcopy(cache)
+    roomy = CarambaStaticCache(model, "q4", max_cache_len=256)
+    model(prompt, past_key_values=roomy)
+    long, twin = ids.repeat(1, 200), copy.deepcopy(roomy)
     with pytest.raises(ValueError, match="not a mask"):
-        model(long, past_key_values=cache, attention_mask=own.expand(2, 1, 40, 64))
-    found, wanted = (model(ids, past_key_values=made).logits for made in (cache, twin))
+        model(long, past_key_values=roomy, attention_mask=own[..., :1].expand(2, 1, 200, 256))
+    found, wanted = (model(ids, past_key_values=made).logits for made in (roomy, twin))
     assert torch.equal(found, wanted)
     for rows in (1, 3):
         given = {"input_ids": ids[:1].repeat(rows, 1), "attention_mask": torch.ones(rows, 21)}
