@@ -158,7 +158,7 @@ class LayerCache(LayerRows):
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         if self.ring_len and will_attend and tokens > self.tail_slack:
             start, before = self.seq_lens.clone(), self.ring_len - self.tail_slack
-            self._widened = tokens
+            self._widened, self._widened_from = tokens, list(self.lengths.host)
             for stream in self.streams.values():
                 stream.widen_tail(start, tokens, before)
         given = {

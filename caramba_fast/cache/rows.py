@@ -64,6 +64,7 @@ class LayerRows(CachedRows):
         self.plans = LayerPlans(streams, n_kv_heads)
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._widened = 0  # tokens that the tails have been widened for
+        self._widened_from: list[int] = []  # the lengths before them
         self._begun_padded: bool | None = None  # whether sinks begin after a leftpad, if known
         vars(self).update(streams)  # each by its name
 
@@ -131,8 +132,7 @@ class LayerRows(CachedRows):
 
     def _widening_undone(self, lengths: Sequence[int]) -> bool:
         """Whether the tails were widened for just the tokens beyond ``lengths``; the rings are then as before them."""
-        wides = [stream.wide_start for stream in self.streams.values() if self._widened]
-        if not wides or any(start is None or start.tolist() != list(lengths) for start in wides):
+        if not self._widened or list(lengths) != self._widened_from:
             return False
         for stream in self.streams.values():
             stream.drop_wide_tail()

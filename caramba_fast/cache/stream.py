@@ -243,11 +243,6 @@ class CacheTensor:
         if self._wide is not None:
             self.tail, self._wide = self._wide.narrowed(end), None
 
-    @property
-    def wide_start(self) -> Tensor | None:
-        """(B,) the tokens held before those that the tail was widened for; None if it is not widened."""
-        return None if self._wide is None else self._wide.start
-
     def drop_wide_tail(self) -> None:
         """Returns to the ring as it was before `widen_tail`."""
         if self._wide is not None:
