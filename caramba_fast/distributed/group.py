@@ -5,6 +5,7 @@ It counts the bytes moved, limits how long a collective may take, and names the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import traceback
 import weakref
@@ -74,6 +75,8 @@ def seconds(name: str, given: float | timedelta) -> float:
 
 #: Default timeout of a collective, in seconds.
 TIMEOUT = 60.0
+#: Size of every message of `RankGroup.gather_on_host`, so that ranks in different calls find out; 8 describe the rest.
+HOST_BYTES = 2048
 #: Global rank whose process hosts the store, unless torchrun does.
 STORE_RANK = 0
 _made: dict[str, int] = {}
@@ -185,18 +188,50 @@ class RankGroup:
     def gather_on_host(self, x: Tensor) -> Tensor:
         """All-gather of x (N, ...) on the CPU, as `all_gather`, apart from the collectives of a model.
 
-        A rank that is still waiting in one of these cannot take this one for it.
+        A rank that is still waiting in one of these cannot take this one for it. RuntimeError, on every rank, if one
+        gathers something of another shape or dtype, in another call.
         """
         if self._heart is None:
             return x[None]
         self._check()
-        gathered = [torch.empty_like(x) for _ in range(self.size)]
+        kind = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode()).digest()[:8]
+        data = kind + x.contiguous().numpy().tobytes()
+        if len(data) > HOST_BYTES:
+            raise ValueError(f"x has {x.nbytes} bytes; up to {HOST_BYTES - 8} are allowed")
+        mine = torch.frombuffer(bytearray(data.ljust(HOST_BYTES, b"\0")), dtype=torch.uint8)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            self._host.allgather([gathered], [x]).wait()
+            self._host.allgather([gathered], [mine]).wait()
         except RuntimeError as error:
             loss = self._heart.find_loss()
             raise (loss or error) from error
-        return torch.stack(gathered)
+        if any(not torch.equal(other[:8], mine[:8]) for other in gathered):
+            raise RuntimeError("the ranks are in different calls; each has to make the same ones")
+        return torch.stack([y[8 : len(data)].view(x.dtype).view(x.shape) for y in gathered])
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Context whose body, without collectives, has to succeed on every rank; else it raises on every rank."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        call = list(hashlib.sha256(what.encode()).digest()[:8])
+        mine = torch.tensor([*call, failure is not None], dtype=torch.uint8, device="cpu")
+        try:
+            found = self.gather_on_host(mine)
+        except RankLostError:
+            raise
+        except RuntimeError as error:
+            raise failure or RuntimeError(f"not all ranks have come to {what}") from error
+        if failure is not None:
+            raise failure
+        if not torch.equal(found[:, :8], mine[:8].expand(self.size, 8)):
+            raise RuntimeError(f"not all ranks are at {what}; each has to make the same calls")
+        failed = found[:, 8].nonzero().flatten().tolist()
+        if failed:
+            raise RuntimeError(f"rank {failed[0]} of {self.size} failed at {what}, so all do")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -190,12 +190,27 @@ class ContextParallelLayer(CachedRows):
         return out, lse
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Truncates rows to ``lengths``, none longer than the row, on every rank."""
+        """Truncates rows to ``lengths``, none longer than the row, on every rank.
+
+        If rings lost what is needed, ranks exchange it; RuntimeError on every rank if one of them fails there.
+        """
+        held = [0] * self.batch_size if self.ring is None else self.ring.lengths.host
+        wanted = [min(a, b) for a, b in zip(lengths, held, strict=True)]
+        lost = [] if self.ring is None else self.ring.tail.lost(held, wanted)
+        if not lost:
+            self._shorten(lengths, wanted, lambda *_: None)
+            return
+        crop = f"a crop to {list(lengths)} tokens"
+        with self.group.together(crop):
+            own = {n: [self._own_values(n, place) for place in lost] for n in self.streams}
+            flat = torch.cat([x.flatten() for values in own.values() for x in values])
+        flat = self.group.all_gather(flat).sum(0)
+        with self.group.together(crop):
+            self._shorten(lengths, wanted, self._put_back(lost, own, flat))
+
+    def _shorten(self, lengths: Sequence[int], wanted: Sequence[int], refill: Refill) -> None:
         if self.ring is not None:
-            self.ring.narrow_tails()
-            wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
-            lost = self.ring.tail.lost(self.ring.lengths.host, wanted)
-            self.ring.shorten(wanted, self._fetched(lost))
+            self.ring.shorten(wanted, refill)
         spread, rank = self.placement.spread, self.group.rank
         held = spread.count(rank, np.array(lengths)).tolist()
         self.local.set_lengths(
@@ -273,17 +288,14 @@ class ContextParallelLayer(CachedRows):
         rings = [self.ring, self.local if self.local.ring_len else None]
         return [part for part in rings if part is not None]
 
-    def _fetched(self, places: Sequence[tuple[int, int, int]]) -> Refill:
-        """Gets positions (row, start, stop) from the ranks that store their codes, in one collective if any."""
-        if not places:
-            return lambda *_: None
-        found = {n: [self._own_values(n, place) for place in places] for n in self.streams}
-        flat = torch.cat([x.flatten() for values in found.values() for x in values])
-        flat = self.group.all_gather(flat).sum(0)
-        pieces = iter(flat.split([x.numel() for values in found.values() for x in values]))
+    def _put_back(
+        self, places: Sequence[tuple[int, int, int]], own: dict[str, list[Tensor]], flat: Tensor
+    ) -> Refill:
+        """Puts positions (row, start, stop) into the ring: ``flat`` has those of all ranks in the order of ``own``."""
+        pieces = iter(flat.split([x.numel() for values in own.values() for x in values]))
         whole = {
             name: {place: next(pieces).view_as(x) for place, x in zip(places, values, strict=True)}
-            for name, values in found.items()
+            for name, values in own.items()
         }
 
         def put_back(row: int, start: int, stop: int) -> None:

@@ -8,6 +8,7 @@ attention and MLP by columns, output projections by rows, so that each block has
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -99,12 +100,8 @@ class ParallelModel:
             RankLostError: a rank is lost.
             RuntimeError: a rank did not begin one in time, for example since it is still within an earlier call.
         """
-        if hasattr(self.model, "begin_together"):
-            self.model.begin_together(call)
-        digests = [hashlib.sha256(repr(value).encode()).digest() for value in call.values()]
-        mine = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8, device="cpu")
         try:
-            found = self.group.gather_on_host(mine)
+            different = self.differing(call)
         except RankLostError:
             raise
         except RuntimeError as error:
@@ -112,23 +109,46 @@ class ParallelModel:
                 "not all ranks have begun this call; each has to make the same calls, and to leave one early, also "
                 "by an error, at the same step"
             ) from error
-        same = (found == found[0]).flatten(2).all(2).all(0).tolist()
-        different = [name for name, agrees in zip(call, same, strict=True) if not agrees]
         if different:
             raise ValueError(
                 f"ranks differ in {' and '.join(different)}; all have to make the same call, and without a seed their "
                 "global generators need the same state"
             )
 
+    def differing(self, call: Mapping[str, object]) -> list[str]:
+        """The names of what differs between any two ranks, those that only a model within this one runs on too."""
+        within = self.model.differing(call) if isinstance(self.model, ParallelModel) else []
+        digests = [hashlib.sha256(repr(item).encode()).digest()[:8] for item in call.items()]
+        known = [name in within for name in call]
+        mine = torch.tensor(
+            [[*digest, differs] for digest, differs in zip(digests, known, strict=True)],
+            dtype=torch.uint8, device="cpu",
+        )  # fmt: skip
+        found = self.group.gather_on_host(mine)
+        same = ((found == found[0]).all(2) & (found[..., 8] == 0)).all(0).tolist()
+        return [name for name, agrees in zip(call, same, strict=True) if not agrees]
+
     def forward(
         self, query_token_ids: Tensor, kv_cache: ModelKVCache | None = None, **options: Any
     ) -> Tensor:
         """The model's logits, the same on every rank; arguments as in `LanguageModel.forward`.
 
-        Raises RankLostError, naming the rank, if one is lost.
+        Raises RankLostError, naming the rank, if one is lost; otherwise as `begin_together`.
         """
+        held = None if kv_cache is None else kv_cache.row_lengths
+        lens = options.get("query_lens")
+        given = (query_token_ids.tolist(), None if lens is None else list(lens), held)
+        self.begin_together({"the tokens": given})
+        return self.forward_begun(query_token_ids, kv_cache, **options)
+
+    def forward_begun(
+        self, query_token_ids: Tensor, kv_cache: ModelKVCache | None = None, **options: Any
+    ) -> Tensor:
+        """`forward` within a call that all ranks have begun together: it does not wait for them before it computes."""
+        within = self.model
+        run = within.forward_begun if isinstance(within, ParallelModel) else within.forward
         with self.group.guarded():
-            logits: Tensor = self.model.forward(query_token_ids, kv_cache, **options)
+            logits: Tensor = run(query_token_ids, kv_cache, **options)
         return logits
 
     __call__ = forward
@@ -156,16 +176,27 @@ def context_parallel(
         TypeError: a model of transformers (a model may say why not as ``why_not_spread``), or no `LanguageModel`.
         ValueError: a page size or counts that are not allowed.
     """
-    reason = getattr(model, "why_not_spread", None)
-    if reason is not None or not hasattr(model, "cache_layout"):
+    reason, lacks = getattr(model, "why_not_spread", None), _what_lacks(model)
+    if reason is not None or lacks:
         raise TypeError(
             f"{reason or f'model is a {type(model).__name__}'}; context parallelism is for LanguageModels such as "
-            "caramba_fast.models.Transformer, which caramba_fast.models.load gives for many checkpoints"
+            f"caramba_fast.models.Transformer, which caramba_fast.models.load gives for many checkpoints{lacks}"
         )
     context = Context(group, page_size, rank_tokens)
     return ParallelModel(model, spread_layout(model.cache_layout, context), group)
 
 
+def _what_lacks(model: Any) -> str:
+    """What ``model`` needs to be a `LanguageModel`, for the end of a message; empty for one."""
+    called = getattr(model, "forward", model)
+    if callable(called) and "ctx" in inspect.signature(called).parameters:
+        return "; for model(tokens, ctx=...) give caramba_fast.models.ContextModel(model, ...)"
+    missing = [part for part in NEEDED if not hasattr(model, part)]
+    return f"; it lacks {', '.join(missing)}" if missing else ""
+
+
+#: Parts of a `LanguageModel` that a `ParallelModel` passes on.
+NEEDED = ("forward", "cache_layout", "vocab_size", "eos_token_id", "pad_token_id", "device")
 COLUMNS = {
     "self_attn": (
         "q_proj",

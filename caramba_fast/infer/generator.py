@@ -271,7 +271,7 @@ class Generator(SavableGenerator):
         self._choice.expect_rows(self._session.cache, factor)
         self._session.fill = self._fill(config)
         rng = self._seeded(config) if self._reseed else self._rng
-        self._begin_on_ranks(prompts, config, rng)
+        self._begin_on_ranks(prompts.rows, config, rng)
         with torch.no_grad():
             # Measuring to choose a cache is not part of the first step.
             logits = self._session.feed(prompts.rows, ready=watch.resume)

@@ -76,6 +76,7 @@ class Session:
         self.model, self._new_cache, self._graphs = model, new_cache, graphs
         self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
         self._plan, self._planned = plan, _Planned(None, range(0))
+        self._begun: Callable[..., Tensor] | None = getattr(model, "forward_begun", None)
         self.cache: ModelKVCache | None = None
         self.rows: list[TokenSequence] = []
         self._padded: _Padded | None = None  # None if no row holds padding
@@ -228,7 +229,8 @@ class Session:
         try:
             if step and self._graphs.reason is None:
                 return self._graphs.step(cache, tokens)[:, None]
-            return self.model.forward(tokens, cache, query_lens=query_lens, **options)
+            run = self.model.forward if self._begun is None else self._begun
+            return run(tokens, cache, query_lens=query_lens, **options)
         except RecordingError as error:
             cache.restore(before)
             self._graphs.give_up(str(error))
@@ -311,7 +313,11 @@ class Session:
         if self.cache is not None and self._padded is not None:
             for kept in self._padded.kept:
                 kept.put_back(self.cache)
-            self.cache.restore(self._padded.lengths)
+            try:
+                self.cache.restore(self._padded.lengths)
+            except (RuntimeError, MemoryError):
+                self._padded = None  # the cache is empty
+                raise
         self._padded = None
 
     def snapshot(self, *, tails: bool = False) -> Snapshot:
@@ -337,7 +343,8 @@ class Session:
             row.restore(mark)
         if self.cache is not None:
             self.cache.restore(before.lengths)
-            for layer, tail in zip(self.cache, before.tails, strict=False):
+            kept = self.cache.row_lengths == before.lengths  # else it was emptied
+            for layer, tail in zip(self.cache, before.tails if kept else (), strict=False):
                 layer.restore_tail(tail)
 
     def reset(self) -> None:

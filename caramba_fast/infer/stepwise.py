@@ -58,6 +58,8 @@ class StepwiseGenerator:
         if device is not None and isinstance(model, nn.Module):
             model.to(device)
         self.model, self.tokenizer = as_language_model(model), tokenizer
+        if device is not None and not isinstance(model, nn.Module):
+            self._check_device(device)
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = eos_ids(self.config, self.model)
         self._turns = Turns()
@@ -80,6 +82,17 @@ class StepwiseGenerator:
         )  # fmt: skip
         self._check_call(self.config)
         self._rng = self._seeded(self.config)
+
+    def _check_device(self, device: torch.device | str) -> None:
+        """Raises ValueError unless a model that cannot be moved is on ``device``."""
+        asked, found = (
+            torch.empty(0, device=place).device for place in (device, self.model.device)
+        )
+        if asked != found:
+            raise ValueError(
+                f"device is {asked}, but the model is a {type(self.model).__name__} on {found}, which cannot be moved; "
+                "move what it is made of before"
+            )
 
     def _seeded(self, config: GenerateConfig) -> torch.Generator | None:
         if config.seed is None:
@@ -160,7 +173,10 @@ class StepwiseGenerator:
         Raises:
             ValueError, TypeError: invalid input, or more than max_seq_len tokens; nothing has changed.
         """
-        return self._session.feed(self._read(input_ids, attention_mask).rows)
+        rows = self._read(input_ids, attention_mask).rows
+        self._session.check_room([len(row) for row in rows], [0] * len(rows))
+        self._begin_on_ranks(rows)
+        return self._session.feed(rows)
 
     @alone
     @torch.no_grad()
@@ -175,6 +191,7 @@ class StepwiseGenerator:
             )
         rows = self._read(ids[:, None], torch.ones_like(ids)[:, None]).rows
         self._session.check_room([1] * len(rows), [0] * len(rows))
+        self._begin_on_ranks(rows)
         if any(self._session.pending):
             return self._session.feed(rows)
         before = self._session.snapshot()
@@ -232,14 +249,24 @@ class StepwiseGenerator:
         LogitsProcessors(config, self.model.vocab_size, eos, torch.device("cpu"))
 
     def _begin_on_ranks(
-        self, prompts: Prompts, config: GenerateConfig, rng: torch.Generator | None
+        self,
+        rows: Sequence[Sequence[int]],
+        config: GenerateConfig | None = None,
+        rng: torch.Generator | None = None,
     ) -> None:
-        """Begins the call together with the other ranks of a model over several; raises if theirs differs."""
+        """Begins the call together with the other ranks of a model over several; raises if theirs differs.
+
+        ``config``, ``rng``: settings and random generator of a call that samples.
+        """
         begin = getattr(self.model, "begin_together", None)
         if begin is not None:
-            state = current_state(rng, self.model.device) if config.do_sample else None
-            rows = [list(row) for row in prompts.rows]
-            begin({"the tokens": (self.tokens, rows), "the random state": state})
+            samples = config is not None and config.samples
+            state = current_state(rng, self.model.device) if samples else None
+            settings = (config or self.config).model_dump(exclude={"seed"})  # is in the state
+            given = (self.tokens, [list(row) for row in rows])
+            begin({
+                "the tokens": given, "the cached tokens": self._session.cached, "the random state": state, **settings
+            })  # fmt: skip
 
     def _end_run(self) -> None:
         """Ends a run that is under way: removes what its consumer has not got, and the padding fed to ended rows."""

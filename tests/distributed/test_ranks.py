@@ -30,6 +30,7 @@ from caramba_fast.distributed import (
 )
 from caramba_fast.distributed.heartbeat import Heartbeat, StoreHolder
 from caramba_fast.distributed.placement import Placement, Queries
+from caramba_fast.infer import Generator
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = "check_heads_and_tokens_at_once"
@@ -151,6 +152,18 @@ def test_bad_settings_are_refused(alone: RankGroup) -> None:
         context_parallel(model("gqa"), alone, rank_tokens=[1, 2])
     with pytest.raises(TypeError, match=r"model is a Linear; context parallelism is for Language"):
         context_parallel(torch.nn.Linear(2, 2), alone)
+    with pytest.raises(
+        TypeError, match=r"it lacks cache_layout, vocab_size, eos_token_id, pad_tok"
+    ):
+        context_parallel(torch.nn.Linear(2, 2), alone)
+    raw = torch.nn.Module()
+    raw.cache_layout, raw.forward = model("gqa").cache_layout, lambda tokens, ctx: tokens
+    with pytest.raises(TypeError, match=r"for model\(tokens, ctx=...\) give .*ContextModel"):
+        context_parallel(raw, alone)
+    parallel = context_parallel(model("gqa"), alone)
+    with pytest.raises(ValueError, match="device is meta, but the model is a ParallelModel on cpu"):
+        Generator(parallel, device="meta")
+    Generator(parallel, device="cpu")
     with pytest.raises(TypeError, match="pages"):
         context_parallel(model("gqa"), alone, pages=3)
     with pytest.raises(ValueError, match="8 kv heads do not divide by 3 ranks"):

@@ -100,7 +100,77 @@ def check_ranks_make_the_same_call():
     torch.manual_seed(group().rank)
     with pytest.raises(ValueError, match=r"ranks differ in the random state; .* without a seed"):
         generator.generate(ids(1, 20), max_new_tokens=2, do_sample=True)
+    with pytest.raises(ValueError, match=r"ranks differ in the random state"):
+        generator.generate(ids(1, 20), max_new_tokens=2)  # samples by default
+    for name, value in (("temperature", 0.5 + group().rank), ("max_new_tokens", 2 + group().rank)):
+        with pytest.raises(ValueError, match=f"ranks differ in {name}; all have to"):
+            generator.generate(ids(1, 20), seed=1, **{"max_new_tokens": 2, name: value})
     generator.generate(ids(1, 20), max_new_tokens=2, do_sample=True, seed=1)
+    greedy = {"max_new_tokens": 2, "do_sample": False, "seed": group().rank}
+    generator.generate(ids(1, 20), **greedy)
+
+
+def check_ranks_feed_the_same_tokens():
+    """To prefill and decode steps, to an inferencer, and to the model itself."""
+    given, mine = context_parallel(model("gqa"), group()), group().rank
+    generator = Generator(given, cache="q8", max_seq_len=300)
+    generator.prefill(ids(1, 20))
+    cache = QuantizedKVCache.of(given, "q8", 1, 300)
+    for call in (
+        lambda: generator.prefill(ids(1, 20, seed=mine)),
+        lambda: generator.decode_step([mine]),
+        lambda: CausalInferencer(given).prefill(ids(1, 20, seed=mine), cache, GreedySampling()),
+        lambda: given(ids(1, 20 + mine)),
+    ):
+        with pytest.raises(
+            ValueError, match="ranks differ in the tokens; all have to make the same"
+        ):
+            call()
+    assert generator.cache.row_lengths == [20]
+    assert cache.model_cache.row_lengths == [0]
+
+
+def check_a_call_before_the_others_waits_for_them():
+    """Rank 0 has left its stream alone, and its next call computes what that of the others does in a step."""
+    for call in (
+        lambda talk, _: talk.decode_step([3]),
+        lambda talk, cache: CausalInferencer(talk.model).prefill(
+            ids(1, 1), cache, GreedySampling()
+        ),
+    ):
+        made = dist.new_group(list(range(group().size)))
+        own = RankGroup(made, timeout=3, heartbeat=0.2)
+        given = context_parallel(model("gqa"), own)
+        cache = ModelKVCache(given.cache_layout, 1, 300, **cache_configs("q8"))
+        generator = Generator(given, cache="q8", max_seq_len=300, do_sample=False, ignore_eos=True)
+        stream = generator.generate_iter(ids(1, 20), max_new_tokens=9)
+        next(stream)
+        with pytest.raises(RuntimeError, match="not all ranks" if own.rank == 0 else None):
+            call(generator, cache) if own.rank == 0 else next(stream)
+        own.close()
+        dist.barrier()
+
+
+def check_a_deep_crop_that_one_rank_cannot_finish_fails_on_all():
+    """Codes of other ranks refill the ring; memory runs out on rank 0, before and after it has got them."""
+    own = RankGroup(dist.new_group(list(range(group().size))), timeout=20)
+    given = context_parallel(model("deep"), own)
+    for where in ("_own_values", "_put_back"):
+        generator = Generator(given, cache="q4", max_seq_len=600, do_sample=False, ignore_eos=True)
+        expected = generator.generate(ids(1, 300), max_new_tokens=4).tolist()
+        if own.rank == 0:
+            setattr(generator.cache[1], where, Mock(side_effect=MemoryError("no more")))
+        error, text = (
+            (MemoryError, "no more") if own.rank == 0 else (RuntimeError, "rank 0 of .* failed")
+        )
+        with pytest.raises(error, match=text):
+            generator.cache.restore([100])
+        assert generator.cache.row_lengths == [0]
+        if own.rank == 0:
+            delattr(generator.cache[1], where)
+        generator.reset()
+        assert generator.generate(ids(1, 300), max_new_tokens=4).tolist() == expected
+    own.close()
 
 
 def check_a_call_that_one_rank_left_is_not_mixed_with_its_next():
