@@ -183,9 +183,18 @@ class ModelKVCache:
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def restore(self, row_lengths: list[int]) -> None:
-        """Rolls all layers back to `row_lengths` from before a forward pass that failed half way."""
-        for layer in self.layers:
-            layer.set_lengths(row_lengths)
+        """Rolls all layers back to `row_lengths` from before a forward pass that failed half way.
+
+        If that fails, as when memory runs out, all tokens are removed rather than some layers left with too many; a
+        cache emptied so stays empty.
+        """
+        try:
+            for layer in self.layers:
+                held = layer.lengths.host
+                layer.set_lengths([min(n, own) for n, own in zip(row_lengths, held, strict=True)])
+        except (RuntimeError, MemoryError):
+            self.reset()
+            raise
 
     @contextmanager
     def unchanged_by_errors(self, tokens: int) -> Iterator[None]:

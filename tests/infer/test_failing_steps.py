@@ -179,3 +179,31 @@ def test_sampling_that_fails_does_not_feed_a_token_twice(
             next(steps)
     logits = generator.prefill([MORE])
     torch.testing.assert_close(logits[0], next_logits(model, A + seen + MORE), atol=1e-3, rtol=0)
+
+
+@torch.no_grad()
+def test_a_rollback_without_memory_leaves_no_layers_of_two_lengths(model, monkeypatch) -> None:
+    """The ring of a deep rollback is refilled from codes, which the second layer cannot."""
+    generator = Generator(model, cache="q4", cache_residual_len=8, max_seq_len=512)
+    expected, forward = generator.prefill([A * 12]), model.forward
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not enough memory")
+
+    def fails_late(*given: Any, **options: Any) -> Any:
+        forward(*given, **options)
+        raise RuntimeError("failed late")
+
+    for step in (generator.rollback, lambda _: generator.prefill([B * 12])):
+        with monkeypatch.context() as patched:
+            if step == generator.rollback:
+                generator.prefill([B * 12])
+            else:
+                patched.setattr(model, "forward", fails_late)
+            patched.setattr(generator.cache[1], "refill", fails)
+            with pytest.raises(RuntimeError, match="not enough memory"):
+                step(len(B) * 12)
+        assert [part.pos for part in generator.cache] == [0] * len(generator.cache)
+        assert generator.tokens[0][: len(A) * 12] == A * 12
+        generator.rollback(len(generator.tokens[0]) - len(A) * 12 + 1)
+        torch.testing.assert_close(generator.prefill([A[-1:]]), expected)
