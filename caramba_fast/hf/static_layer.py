@@ -88,9 +88,8 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.take_starts()
         self._take_views()
         if not torch.compiler.is_compiling():
-            for (
-                stream
-            ) in store.streams.values():  # compiled code looks for the matrix of a rotation
+            # compiled code looks for the matrix of a rotation
+            for stream in store.streams.values():
                 rotated(key_states.new_empty(1, stream.head_dim), stream.config.rotate)
             for tensor in (self.cumulative_length, *self._buffers()):
                 torch._dynamo.mark_static_address(tensor)
