@@ -20,7 +20,7 @@ from caramba_fast.cache import LayerKVCache, Rope
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.hf.compat import stock_layers
 from caramba_fast.hf.lazy_tensors import PackedStates
-from caramba_fast.hf.rotary import appended, to_append
+from caramba_fast.hf.rotary import appended, rotated_keys, to_append
 from caramba_fast.hf.scope import INSTEAD, NAME, implementation
 from caramba_fast.hf.settings import CacheSettings
 from caramba_fast.ops.hadamard import rotated
@@ -285,7 +285,7 @@ class StoringLayer(CacheLayerMixin):
         for name, stream, new in zip(
             KEYS_AND_VALUES, store.streams.values(), (keys, values), strict=True
         ):
-            x = rotated(new.detach(), stream.config.rotate)
+            x = rotated(rotated_keys(new).detach(), stream.config.rotate)
             if leftpad is not None:
                 column = torch.arange(end - x.shape[2], end, device=x.device)
                 x = x.masked_fill((column < leftpad[:, None])[:, None, :, None], 0)

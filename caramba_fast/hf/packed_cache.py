@@ -19,6 +19,7 @@ from caramba_fast.hf.compat import EMPTY, query_length
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, StoringLayer
+from caramba_fast.hf.rotary import before_rotation
 from caramba_fast.hf.scope import decoder_configs
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.step_cache import PackedCache
@@ -41,12 +42,13 @@ class New:
 
 def _surely_held(stored: Sequence[New]) -> bool:
     """Whether all layers hold these keys and values, by their largest magnitude; False for NaN."""
-    alike: dict[torch.Size, list[Tensor]] = {}
-    for x in (x for new in stored for x in new.states):
-        alike.setdefault(x.shape, []).append(x)
-    most = min(new.layer.held_below for new in stored)
-    for parts in alike.values():
+    alike: dict[tuple[torch.Size, float], list[Tensor]] = {}
+    for x, growth in (before_rotation(x) for new in stored for x in new.states):
+        alike.setdefault((x.shape, growth), []).append(x)
+    held = min(new.layer.held_below for new in stored)
+    for (_, growth), parts in alike.items():
         least, largest = torch.aminmax(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+        most = held / growth
         if not (-most <= float(least) and float(largest) <= most):
             return False
     return True
@@ -94,13 +96,14 @@ class StoringCache(PackedCache):
             self._check_range(layer_idx, key_states, value_states)
         return found
 
+    @torch.no_grad()
     def _check_range(self, index: int, keys: Tensor, values: Tensor) -> None:
         layer, tokens = self.layers[index], keys.shape[2]
         if self._new and index <= self._new[-1].layer.index:  # of an earlier pass
             self._new = ()
         watched = getattr(layer, "held_below", math.inf) < math.inf
         if watched:
-            self._new = (*self._new, New(layer, tokens, (keys.detach(), values.detach())))
+            self._new = (*self._new, New(layer, tokens, (keys, values)))
         if not self._new or (watched and tokens <= MAX_QUERY_TOKENS and index < self._last):
             return
         if not _surely_held(self._new):

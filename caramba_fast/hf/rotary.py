@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba_fast.cache import Rope
-from caramba_fast.hf.lazy_tensors import LazyTensor
+from caramba_fast.hf.lazy_tensors import LazyTensor, values_of
 from caramba_fast.ops import apply_rotary_emb
 from caramba_fast.ops.apply_rotary_emb import rotary_op
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
@@ -100,6 +100,10 @@ def is_ours(own: Callable[..., Any]) -> bool:
     return True
 
 
+#: A turned pair is up to √2 times as large as its larger part, and the scalings of YaRN and LongRoPE are below 2.
+ROTATION_GROWTH = 4.0
+
+
 @dataclass
 class Destination:
     """Whether the keys that a RoPE function rotates go straight to one of our layers, as learned from its calls."""
@@ -171,6 +175,21 @@ def appended(keys: Tensor, rope: Rope) -> None:
     if TYPE_CHECKING:
         assert isinstance(keys, RotatedStates)
     keys.turn.found["q"] = rope.out
+
+
+def before_rotation(keys: Tensor) -> tuple[Tensor, float]:
+    """``keys``, or what they are rotated from, and how many times as large the rotated ones may be."""
+    if type(keys) is RotatedStates and keys.part not in keys.turn.found:
+        return keys.turn.k, ROTATION_GROWTH
+    return values_of(keys), 1.0
+
+
+def rotated_keys(keys: Tensor) -> Tensor:
+    """The values of ``keys``, for a check: other than `values_of`, later ones still go to an append unrotated."""
+    if type(keys) is RotatedStates and keys.part not in keys.turn.found:
+        turn = keys.turn
+        return rotary_op.call(turn.q, turn.k, turn.cos, turn.sin)[1]
+    return values_of(keys)
 
 
 def is_recorded() -> bool:
