@@ -39,7 +39,7 @@ def _stops(value: object) -> object:
         index = isinstance(item, int) and not isinstance(item, bool) and item >= 0
         if not index and not (isinstance(item, str) and item):
             raise ValueError(
-                f"it holds {shown(item)}; texts of at least one character, and ids of 0 or more, are allowed"
+                f"it holds {shown(item)}; texts of at least 1 character, and ids of 0 or more, are allowed"
             )
     return items
 

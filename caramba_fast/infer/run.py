@@ -148,10 +148,9 @@ def alone(method: Method) -> Method:
     def call(self: Any, *args: Any, **options: Any) -> Any:
         turn = Turn()
         self._turns.begin(turn)
-        try:
-            return method(self, *args, **options)
-        finally:
-            self._turns.end(turn)
+        return method(
+            self, *args, **options
+        )  # no end, which an interrupt could hit: its frame is gone
 
     return cast(Method, call)
 

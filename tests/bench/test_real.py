@@ -177,7 +177,8 @@ def test_a_folder_or_a_hub_id_stands_for_a_name(tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     assert models.model_folder(str(tmp_path)) == tmp_path
     with pytest.raises(
-        models.FetchError, match=r"known are smollm2, qwen2\.5-coder-0\.5b, gemma-3-270m; a folder"
+        models.FetchError,
+        match=r"known are smollm2, qwen2\.5-coder-0\.5b, qwen2\.5-coder-1\.5b, gemma-3-270m; a folder",
     ):
         models.model_folder("smollm3")
 
