@@ -353,8 +353,7 @@ HF_TESTS    := tests/hf/test_generate.py tests/hf/test_rotary.py tests/hf/test_c
                tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py \
                tests/hf/test_changing_rope.py
 # Whether a step is one graph depends on transformers more than on the kind of cache, of which two are left.
-# Called without generate, 4.57's forward does not compile in one piece (a fault of dynamo's), which that test needs.
-HF_NOT      := (one_graph and (fp32 or nf4)) or a_compiled_step_refuses
+HF_NOT      := one_graph and (fp32 or nf4)
 .PHONY: test-hf-oldest
 
 build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch

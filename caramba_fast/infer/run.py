@@ -78,6 +78,8 @@ def _several(name: str, given: Any) -> Sequence[Any]:
     return items
 
 
+#: Held while a call looks whether another runs; the handler of a signal may call, too.
+BEGINNING = threading.RLock()
 Method = TypeVar("Method", bound=Callable[..., Any])
 Step = TypeVar("Step")
 
@@ -99,29 +101,28 @@ class Turns:
     """Lets a generator run one call at a time; a held iteration may be overtaken by its own thread."""
 
     def __init__(self) -> None:
-        self._now: dict[str, Turn] = {}
+        self._now: Turn | None = None  # stays when a call has ended
 
     def begin(self, turn: Turn) -> None:
         """Begins a call, or goes on with it; raises RuntimeError, having changed nothing, while another runs."""
-        while (other := self._now.setdefault("turn", turn)) is not turn:
-            if is_running(other, __file__, "call", "one_by_one"):
-                raise RuntimeError(
-                    "a call of this generator is under way; it takes one at a time: give each thread a generator of "
-                    "its own, over one model"
-                )
-            mine = other.thread == threading.get_ident()
-            if other.is_held and not mine and other.thread in sys._current_frames():
-                raise RuntimeError(
-                    "a generate_iter of another thread is under way; end or close its iterator, or give each thread "
-                    "a generator of its own, over one model"
-                )
-            self.end(other)  # overtaken, or interrupted before it could end
+        with BEGINNING:
+            if self._now is not None and self._now is not turn:
+                self._check_over(self._now)
+            self._now = turn
         turn.is_held, turn.thread = False, threading.get_ident()
 
-    def end(self, turn: Turn) -> None:
-        """Ends a call, unless another has overtaken it."""
-        if self._now.get("turn") is turn:
-            self._now.pop("turn", None)
+    def _check_over(self, other: Turn) -> None:
+        if is_running(other, __file__, "call", "one_by_one"):
+            raise RuntimeError(
+                "a call of this generator is under way; it takes one at a time: give each thread a generator of "
+                "its own, over one model"
+            )
+        mine = other.thread == threading.get_ident()
+        if other.is_held and not mine and other.thread in sys._current_frames():
+            raise RuntimeError(
+                "a generate_iter of another thread is under way; end or close its iterator, or give each thread "
+                "a generator of its own, over one model"
+            )
 
     def one_by_one(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps of an iteration, each in its turn."""
@@ -138,7 +139,7 @@ class Turns:
             try:
                 close()
             finally:
-                self.end(turn)
+                turn.is_held = False
 
 
 def alone(method: Method) -> Method:
@@ -148,9 +149,8 @@ def alone(method: Method) -> Method:
     def call(self: Any, *args: Any, **options: Any) -> Any:
         turn = Turn()
         self._turns.begin(turn)
-        return method(
-            self, *args, **options
-        )  # no end, which an interrupt could hit: its frame is gone
+        # Nothing ends the turn, where an interrupt could hit: the frame of a call that has ended is gone.
+        return method(self, *args, **options)
 
     return cast(Method, call)
 

@@ -223,10 +223,14 @@ def test_a_compiled_step_refuses_values_that_are_too_large() -> None:
     model(prompt, past_key_values=cache)
     torch._dynamo.reset()
     step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    step(prompt[:, :1], past_key_values=cache)
+    length = prompt.shape[1]
+    first, second = (
+        {"cache_position": torch.tensor([at])} if IS_OLD else {} for at in (length, length + 1)
+    )
+    step(prompt[:, :1], past_key_values=cache, **first)
     model.model.layers[1].self_attn.v_proj.weight.mul_(1e7)
     with pytest.raises(RuntimeError, match=r"values are too large, since a cache in .*'bf16'"):
-        step(prompt[:, :1], past_key_values=cache)
+        step(prompt[:, :1], past_key_values=cache, **second)
 
 
 @pytest.mark.parametrize("kind", [CarambaCache, CarambaStaticCache])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -267,6 +268,34 @@ def test_a_call_while_another_runs_is_refused(
     assert all("one at a time" in words for words in said) and said
     history = A + given[0].tolist()
     assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
+
+
+def test_of_calls_that_begin_at_once_one_runs(model: Transformer) -> None:
+    generator = greedy(model, max_seq_len=512)
+    generator.prefill([A])
+    said: set[str] = set()
+    interval = sys.getswitchinterval()
+    counts = [0] * 4
+
+    def work(index: int) -> None:
+        for _ in range(30):
+            try:
+                generator.decode_step([1])
+                counts[index] += 1
+            except RuntimeError as error:
+                said.add(str(error))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(counts))]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert generator.tokens[0] == A + [1] * sum(counts) and sum(counts)
+    assert all("one at a time" in words for words in said)
 
 
 @pytest.mark.parametrize("name", CALLS)

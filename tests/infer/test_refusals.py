@@ -71,7 +71,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"decode_local_window": 9},
         "decode_local_window=9 needs decode_plan",
     ),
-    "an empty stop": ({"stop": ("a", "")}, "stop.*it holds ''; texts of at least one"),
+    "an empty stop": ({"stop": ("a", "")}, "stop.*it holds ''; texts of at least 1 char"),
     "a negative stop": ({"stop": -1}, "stop.*it holds -1; .*ids of 0 or more"),
     "eos both ways": ({"ignore_eos": True, "eos_token_id": 3}, "ignore_eos.*eos_token_id"),
 }
