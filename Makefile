@@ -44,6 +44,7 @@ help:
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make gpu-wheels   what bench/gpu_check.sh installs on a machine with a GPU and no network"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
+	@echo "make emulate      run the compiled kernels on the emulator and record that they are right"
 	@echo "make train        train both demo models again (close to three hours)"
 	@echo "make train-biased give the GQA demo model large key biases again (minutes)"
 
@@ -306,6 +307,12 @@ aot: $(VENV)/.test $(OLDEST)/.done
 		$(BIN)/python -m caramba_fast.bench.kernels.aot $(AGAINST) --out build/aot-newest.csv; \
 		newest=$$?; wait $$! && exit $$newest
 	(cat build/aot-oldest.csv; tail -n +2 build/aot-newest.csv) > build/aot.csv && mv build/aot.csv $(AOT)
+
+# Every case of the emulator (tests/support/compiled_cases.py), with both Tritons at once: three minutes. make test runs a
+# part of them again. A case that is wrong leaves the record as it is.
+.PHONY: emulate
+emulate: $(VENV)/.test $(OLDEST)/.done
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.emulated
 
 train: $(VENV)/.demo
 	for name in gqa dba; do \

@@ -47,10 +47,13 @@ SOURCES = ("kernels/triton/*.py", "caramba_fast/formats.py", "bench/kernels/vari
 
 
 @functools.cache
-def sources() -> str:
-    """Eight digits over what rows depend on, comments and docstrings left out: a row that has them is up to date."""
+def sources(patterns: tuple[str, ...] | None = None) -> str:
+    """Eight digits over files, by default what rows depend on: a row that has them is up to date.
+
+    Comments and docstrings are left out.
+    """
     root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for path in (path for pattern in SOURCES for path in sorted(root.glob(pattern))):
+    for path in (path for pattern in patterns or SOURCES for path in sorted(root.glob(pattern))):
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(

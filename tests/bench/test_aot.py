@@ -6,7 +6,6 @@ The compilers run in processes of their own, both at once: under pytest the kern
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+
+from support.emulated import pinned
 
 from caramba_fast.bench.kernels import aot, binary, cards, loop
 from caramba_fast.bench.kernels.variants import variants
@@ -28,7 +29,7 @@ TRITONS = {
 }
 
 #: Of the record, one part in so many is compiled again.
-PARTS = 32
+PARTS = 64
 SAMPLE = int(aot.sources(), 16) % PARTS
 
 GOOD = aot.Row(
@@ -58,12 +59,6 @@ GOOD = aot.Row(
     allocations=0,
 )
 RECORD = {aot.key(GOOD): {name: str(value) for name, value in asdict(GOOD).items()}}
-
-
-def pinned(constraints: str) -> str:
-    found = re.search(r"^triton==(\S+)$", (ROOT / constraints).read_text(), re.MULTILINE)
-    assert found, constraints
-    return found[1]
 
 
 def start_aot(
