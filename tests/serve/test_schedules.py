@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +152,8 @@ def test_preempted_requests_go_on_where_they_were(kind: str, preemption: str) ->
 
 def test_parts_of_a_prompt_end_with_groups_of_keys_by_channel() -> None:
     """A part that ended within a group would leave the next one the rest of that group alone."""
-    engine = Engine(small_model(), cache_kind="q8", max_batch_tokens=128, max_seq_len=512)
+    model = copy.copy(small_model())  # its own attributes, for others share the model
+    engine = Engine(model, cache_kind="q8", max_batch_tokens=128, max_seq_len=512)
     sizes: list[int] = []
     forward: Any = engine.model.forward_ragged
 
