@@ -49,14 +49,15 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("filters", FILTERS)
+#: Every filter, and every way to speculate.
 @pytest.mark.parametrize(
-    ("draft", "options"),
+    ("draft", "options", "filters"),
     [
-        ("model", {"spec_k": 2}),
-        ("model", {"spec_k": 3, "spec_extra_token": False}),
-        ("model", {"spec_k": 2, "spec_method": "sample_match"}),
-        ("lookup", {"spec_k": 2}),
+        *(("model", {"spec_k": 2}, filters) for filters in FILTERS),
+        ("model", {"spec_k": 3, "spec_extra_token": False}, "top-k and top-p"),
+        ("model", {"spec_k": 2, "spec_method": "sample_match"}, "min-p"),
+        ("model", {"spec_k": 2, "spec_method": "sample_match"}, "temperature"),
+        ("lookup", {"spec_k": 2}, "top-k and top-p"),
     ],
     ids=str,
 )

@@ -83,7 +83,7 @@ def test_greedy_text_through_an_fp32_cache_equals_uncached_text(demo):
     assert cached == tokens
 
 
-def decoded_after(model, ids, kind, backend, prompt=256, step=4):
+def decoded_after(model, ids, kind, backend, prompt=256, step=8):
     """log-probabilities behind tokens fed ``step`` at a time, so that the decode kernels read them: (N, V)."""
     cache = ModelKVCache(model.cache_layout, 1, len(ids), **cache_configs(kind))
     row = torch.tensor([ids])
