@@ -14,6 +14,8 @@ from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 
 DECODE, FIRST_TOKEN, WEIGHTS = "-decode.csv", "-first-token.csv", "-weights.json"
 GGUF_TYPES = "-gguf-types.csv"
+#: What is added to the folder of results, for those of a CPU without AVX-512.
+AVX2 = "-avx2"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
 #: (program, cache) shown in the README beside DynamicCache.
@@ -82,6 +84,8 @@ def section(folder: Path = RESULTS / "real") -> list[str]:
     ]
     for rows in found:
         lines += _model(rows)
+    for path in sorted(folder.with_name(f"{folder.name}{AVX2}").glob(f"*{DECODE}")):
+        lines += _model(list(read(path)), " on a CPU with AVX2")
     first = [row for path in sorted(folder.glob(f"*{FIRST_TOKEN}")) for row in read(path)]
     lines += _first_tokens(first) if first else []
     types = [row for path in sorted(folder.glob(f"*{GGUF_TYPES}")) for row in read(path)]
@@ -126,7 +130,7 @@ def _names(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((row["program"], row["cache"]) for row in rows))
 
 
-def _model(rows: Sequence[Row]) -> list[str]:
+def _model(rows: Sequence[Row], where: str = "") -> list[str]:
     first, names = rows[0], _names(rows)
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     found = {(row["context"], row["program"], row["cache"]): row for row in rows}
@@ -146,7 +150,7 @@ def _model(rows: Sequence[Row]) -> list[str]:
         if any(row and row["cache_bytes"] for row in some):
             size.append((name_of(*name), *(_mib(row) if row else "" for row in some)))
     return [
-        f"### {first['model']}", "", about, "", *table(("tokens/s", *heads), speed), "",
+        f"### {first['model']}{where}", "", about, "", *table(("tokens/s", *heads), speed), "",
         *table(("MiB of the cache", *heads), size), "",
     ]  # fmt: skip
 
