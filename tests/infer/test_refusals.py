@@ -61,7 +61,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "true for k": ({"top_k": True}, "top_k=True: True and False are no numbers"),
     "true for an id": ({"eos_token_id": (3, True)}, "eos_token_id=.*True and False are no numbers"),
     "negative eos in a list": ({"eos_token_id": [3, -1]}, "eos_token_id.*0 or more"),
-    "a text for eos": ({"eos_token_id": [3, "x"]}, r"^1 valid.*eos_token_id.*it is \[3, 'x'\]; an id"),
+    "a text for eos": (
+        {"eos_token_id": [3, "x"]},
+        r"^1 valid.*eos_token_id.*it is \[3, 'x'\]; an id",
+    ),
     "half an eos": ({"eos_token_id": 1.5}, "^1 valid.*eos_token_id.*it is 1.5; an id of 0 or more"),
     "negative pad": ({"pad_token_id": -1}, "pad_token_id.*greater than or equal to 0"),
     "negative seed": ({"seed": -1}, "seed.*greater than or equal to 0"),
