@@ -9,6 +9,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    field_validator,
     model_validator,
 )
 
@@ -24,19 +25,6 @@ Words = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
 
 #: Temperatures below this are greedy: dividing by them would overflow long before it made a difference.
 GREEDY_BELOW = 1e-5
-
-
-def _ids_that_end(value: object) -> object:
-    """An id or some; raises ValueError for anything else, which a union would explain twice."""
-    items = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    texts = [str(item).removesuffix(".0") for item in items]
-    if not all(text.isdecimal() for text in texts):
-        raise ValueError(
-            f"it is {shown(value)}; an id of 0 or more, or a list of such ids, is allowed"
-        )
-    return (
-        value if value is None else int(texts[0]) if items is not value else tuple(map(int, texts))
-    )
 
 
 def _tuple_of(value: object) -> object:
@@ -81,13 +69,25 @@ class LengthFields(Fields):
     max_length: int | None = Field(default=None, ge=2)
     min_new_tokens: int = Field(default=0, ge=0)
     max_time: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    eos_token_id: Annotated[int | tuple[int, ...] | None, BeforeValidator(_ids_that_end)] = None
+    eos_token_id: int | tuple[int, ...] | None = None
     ignore_eos: bool = False
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, strict=True)] | TokenId, ...],
         BeforeValidator(_stops),
     ] = Field(default=(), validation_alias=AliasChoices("stop", "stop_strings"))
     pad_token_id: int | None = Field(default=None, ge=0)
+
+    @field_validator("eos_token_id", mode="before")
+    @classmethod
+    def _ids_that_end(cls, value: object) -> object:
+        """An id or some; raises ValueError for anything else, which a union would explain twice."""
+        if value is None:
+            return None
+        items = value if isinstance(value, list | tuple) else (value,)
+        ids = [str(item).removesuffix(".0") for item in items]
+        if not all(text.isdecimal() for text in ids):
+            raise ValueError("an id of 0 or more, or a list of such ids, is allowed")
+        return tuple(map(int, ids)) if items is value else int(ids[0])
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> LengthFields:
