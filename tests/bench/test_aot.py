@@ -29,7 +29,7 @@ TRITONS = {
 }
 
 #: Of the record, one part in so many is compiled again.
-PARTS = 64
+PARTS = 32
 SAMPLE = int(aot.sources(), 16) % PARTS
 
 GOOD = aot.Row(
