@@ -69,12 +69,21 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Embedding(nn.Embedding):
+    """Not initialised on the meta device: there torch would import its compiler for it, which takes seconds."""
+
+    def reset_parameters(self) -> None:
+        """As torch's, where there is memory."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Decoder(nn.Module):
     """Embedding, blocks and final norm; Hugging Face's ``model``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -96,7 +105,8 @@ class Transformer(nn.Module):
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope = RopeTable(config.rope, config.rope_dim)
-        self.apply(self._initialise)
+        if not self.lm_head.weight.is_meta:
+            self.apply(self._initialise)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
