@@ -70,9 +70,8 @@ void turn_queries(const Rotary& rotary) {
 // Null for unquantized formats.
 QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
   if (!is_quantized(format) || is_by_channel(format)) return nullptr;
-  return kernels()
-      .formats[static_cast<int>(format) - kValueTypes]
-      .quantize[fit_index(fit)][block_index(block)][static_cast<int>(Format::fp32)];
+  return kernels().store->formats[static_cast<int>(format) - kValueTypes].quantize[fit_index(
+      fit)][block_index(block)][static_cast<int>(Format::fp32)];
 }
 
 // Where each row's tokens go, and copies kept for it.
@@ -88,7 +87,7 @@ std::vector<Tensor> place(const AppendCommon& c, AppendJob& job) {
 // Appends with threads; items are (row, lane), divided further by tokens if a thread would get too
 // little.
 void run(const AppendJob& job, std::int64_t values, bool grouped) {
-  const auto append = kernels().append;
+  const auto append = kernels().store->append;
   const std::int64_t items = job.batch * job.lanes;
   const std::int64_t all = items * job.tokens;
   const auto lanes = [&](std::int64_t begin, std::int64_t end) {

@@ -386,7 +386,7 @@ std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   auto* to_lse = static_cast<float*>(lse.mutable_data_ptr());
   const std::int64_t row_bytes = dim * static_cast<std::int64_t>(out_a.element_size());
-  const auto run = kernels().merge_states;
+  const auto run = kernels().store->merge_states;
   if (rows > 0)
     torch::stable::parallel_for(
         0, rows, std::max<std::int64_t>(1, 32768 / std::max<std::int64_t>(dim, 1)),

@@ -18,6 +18,7 @@
 #define CARAMBA_FAST_ISA avx2_vnni
 #define CARAMBA_FAST_VECTOR_BITS 256
 #define CARAMBA_FAST_VNNI 1
+#define CARAMBA_FAST_STORE_ISA avx2
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avxvnni"))), apply_to = function)
 #else

@@ -18,6 +18,7 @@
 #define CARAMBA_FAST_ISA avx512_vnni
 #define CARAMBA_FAST_VECTOR_BITS 512
 #define CARAMBA_FAST_VNNI 1
+#define CARAMBA_FAST_STORE_ISA avx512
 #if defined(__clang__)
 #pragma clang attribute push(                                                               \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"))), \

@@ -55,20 +55,15 @@ struct AppendJob;
 struct AppendStream;
 struct StoredStream;
 
-struct Kernels {
-  const char* isa;
+// What writes codes and moves values. It uses no sums of products of bytes, so that the sets with
+// and without VNNI share it.
+struct StoreKernels {
   FormatKernels formats[kQuantizedFormats];  // in the order of kQuantized
   // values of `type` -> codes and scales of `count` groups by channel, and back.
   void (*quantize_groups)(const StoredStream& s, bool divides, Format type, const void* values,
                           char* codes, std::uint16_t* scales, std::int64_t count);
   void (*dequantize_groups)(const StoredStream& s, Format type, const char* codes,
                             const std::uint16_t* scales, void* values, std::int64_t count);
-  // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); the number
-  // of floats of a partial result.
-  void (*attend)(const AttentionJob& a, const Task* tasks, std::int64_t count);
-  void (*merge)(const AttentionJob& a, std::int64_t row, std::int64_t lane,
-                const std::int64_t* partials, int count);
-  std::int64_t (*partial_floats)(const AttentionJob& a);
   // Merges the rows of two partial attentions (out of `type`, lse).
   void (*merge_states)(Format type, const void* a, const float* lse_a, const void* b,
                        const float* lse_b, void* out, float* lse, std::int64_t rows,
@@ -82,19 +77,33 @@ struct Kernels {
                        std::int64_t heads, std::int64_t dim);
 };
 
+struct Kernels {
+  const char* isa;
+  const StoreKernels* store;
+  // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); the number
+  // of floats of a partial result.
+  void (*attend)(const AttentionJob& a, const Task* tasks, std::int64_t count);
+  void (*merge)(const AttentionJob& a, std::int64_t row, std::int64_t lane,
+                const std::int64_t* partials, int count);
+  std::int64_t (*partial_floats)(const AttentionJob& a);
+};
+
 namespace CARAMBA_FAST_BASE {
+extern const StoreKernels store_kernels;
 extern const Kernels kernels;
-}
+}  // namespace CARAMBA_FAST_BASE
 #if CARAMBA_FAST_X86
 namespace avx2 {
+extern const StoreKernels store_kernels;
 extern const Kernels kernels;
-}
+}  // namespace avx2
 namespace avx2_vnni {
 extern const Kernels kernels;
 }
 namespace avx512 {
+extern const StoreKernels store_kernels;
 extern const Kernels kernels;
-}
+}  // namespace avx512
 namespace avx512_vnni {
 extern const Kernels kernels;
 }

@@ -134,10 +134,10 @@ std::tuple<Tensor, Tensor> quantize_by_channel(const Tensor& x, const std::strin
   const std::int64_t value_bytes = block * dim * static_cast<std::int64_t>(x.element_size());
   torch::stable::parallel_for(0, x.numel() / (block * dim), groups_at_once(groups),
                               [&](std::int64_t begin, std::int64_t end) {
-                                kernels().quantize_groups(groups, divides, type,
-                                                          from + begin * value_bytes,
-                                                          to + begin * block * groups.codes.token,
-                                                          to_scales + begin * 2 * dim, end - begin);
+                                kernels().store->quantize_groups(
+                                    groups, divides, type, from + begin * value_bytes,
+                                    to + begin * block * groups.codes.token,
+                                    to_scales + begin * 2 * dim, end - begin);
                               });
   return {codes, scales};
 }
@@ -173,7 +173,7 @@ Tensor dequantize_by_channel(const Tensor& codes, const Tensor& scales, const st
       block * head_dim * static_cast<std::int64_t>(values.element_size());
   torch::stable::parallel_for(0, values.numel() / (block * head_dim), groups_at_once(groups),
                               [&](std::int64_t begin, std::int64_t end) {
-                                kernels().dequantize_groups(
+                                kernels().store->dequantize_groups(
                                     groups, type, from + begin * block * groups.codes.token,
                                     from_scales + begin * 2 * head_dim, to + begin * value_bytes,
                                     end - begin);
@@ -197,7 +197,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int6
   Tensor codes = empty_like_but(x, dim * bits / 8, code_type(bits));
   Tensor scales = empty_like_but(x, dim / block, ScalarType::Half);
 
-  const auto run = kernels().formats[format].quantize[rule][size][type];
+  const auto run = kernels().store->formats[format].quantize[rule][size][type];
   const auto* from = static_cast<const char*>(values.const_data_ptr());
   auto* to = static_cast<char*>(codes.mutable_data_ptr());
   auto* to_scales = static_cast<std::uint16_t*>(scales.mutable_data_ptr());
@@ -243,7 +243,7 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, std::string kind,
   Tensor values = empty_like_but(codes, head_dim, dtype);
   if (values.numel() == 0) return values;
 
-  const auto run = kernels().formats[format].dequantize[checked_block_index(block)][type];
+  const auto run = kernels().store->formats[format].dequantize[checked_block_index(block)][type];
   const Tensor packed = made_contiguous(codes);
   const Tensor packed_scales = made_contiguous(scales);
   const auto* from = static_cast<const char*>(packed.const_data_ptr());

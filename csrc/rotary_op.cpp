@@ -42,7 +42,7 @@ Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor
   const auto* sines = static_cast<const char*>(sin.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const std::int64_t cos_row = cos.size(0) > 1 ? tokens : 0;
-  const auto run = kernels().rotate_heads;
+  const auto run = kernels().store->rotate_heads;
   const auto piece = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t b = i / tokens, t = i % tokens, at = (b * cos_row + t) * width * bytes;
