@@ -378,7 +378,7 @@ test-hf-oldest: $(VENV)/.test $(HF_VERSIONS:%=build/hf-%/.done)
 # Every block of README.md in order, in a fresh clone of what is committed and an environment of its own; five minutes.
 .PHONY: readme
 readme:
-	$(PYTHON) .ci/readme
+	$(PYTHON) .ci/readme $(EXTENSION)
 
 # The lower bounds of what the package itself needs, put in front of the ones in .venv; transformers' are in test-hf-oldest.
 LOWEST_TESTS := tests/config tests/infer/test_options.py tests/infer/test_refusals.py tests/policy/test_plan_file.py \
