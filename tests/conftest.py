@@ -5,6 +5,8 @@ On the CPU, Triton kernels run in the interpreter; its variable must be set befo
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import os
 import tempfile
@@ -45,6 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all libraries stay to the end: without them a full collection of garbage is short."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    """Extension modules report what is left at the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("--device"))
@@ -67,6 +81,21 @@ def on_reference() -> Iterator[None]:
 
     with use_backend("reference"):
         yield
+
+
+@pytest.fixture
+def python_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps have loops in C++, called from Python: compiling the calls too takes longer than all else."""
+    from caramba_fast.infer import compiled
+
+    ours = compiled._inductor
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with ours(), torch._inductor.config.patch(cpp_wrapper=False):
+            yield
+
+    monkeypatch.setattr(compiled, "_inductor", settings)
 
 
 @pytest.fixture(params=KINDS)

@@ -43,8 +43,10 @@ def prepared() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("title", TITLES)
-def test_python(title, prepared, tmp_path, monkeypatch):
+def test_python(title, prepared, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    if title == "Compiled steps":
+        request.getfixturevalue("python_wrapper")
     space = dict(prepared)
     for index, block in enumerate(blocks(CHAPTERS[TITLES.index(title)], "python")):
         exec(compile(block, f"{title}, block {index}", "exec"), space)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from caramba_fast import Engine
-from caramba_fast.infer import Generator, SpeculativeGenerator, compiled
+from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.compiled import CompiledStep, _inductor
 from caramba_fast.infer.cuda_graph import RecordingError
 from caramba_fast.models import Transformer, merge_projections
-
-
-@pytest.fixture
-def python_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops in C++ as always, but called from Python: compiling the calls too takes longer than everything else."""
-
-    @contextlib.contextmanager
-    def settings() -> Iterator[None]:
-        with _inductor(), torch._inductor.config.patch(cpp_wrapper=False):
-            yield
-
-    monkeypatch.setattr(compiled, "_inductor", settings)
 
 
 @pytest.mark.parametrize(
