@@ -241,12 +241,12 @@ def tiny() -> tuple[Case, ...]:
     base = Case("decode_attention", ("fp16", "q4_0"), 1, 4, 2, 32, 128, dtype="fp32")
     return (
         base,
-        replace(base, batch=3, kv=96, short=32, num_splits=BALANCED, kinds=("q4", "q8_0")),
+        replace(base, batch=3, kv=160, short=32, num_splits=BALANCED, kinds=("q4", "q8_0")),
         replace(base, tokens=2, window=40, kinds=("q8_0", "q8", "q4")),
         replace(base, op="decoupled_decode_attention", kinds=("nf4",), heads=4, kv_heads=4, key_dims=(8, 16)),
         replace(base, op="append_", kinds=("fp16", "q4_0", "q4")),
-        replace(base, op="extend_attention", kinds=("q4_0",), heads=2, kv_heads=1, kv=64, tokens=33),
-        replace(base, op="extend_attention", kinds=("bf16",), heads=2, kv_heads=1, kv=40, tokens=40, dtype="bf16"),
+        replace(base, op="extend_attention", kinds=("q4_0",), heads=2, kv_heads=1, kv=96, tokens=33),
+        replace(base, op="extend_attention", kinds=("bf16",), heads=2, kv_heads=1, kv=96, tokens=96, dtype="bf16"),
         Case("quantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
         Case("dequantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
     )  # fmt: skip
