@@ -120,7 +120,7 @@ class CachedRows(ABC):
     @property
     def pos(self) -> int:
         """Tokens in the longest row."""
-        return self.lengths.longest
+        return max(self.lengths.host)
 
     @property
     def seq_lens(self) -> Tensor:

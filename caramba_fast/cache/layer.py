@@ -28,6 +28,15 @@ from caramba_fast.ops.gradients import results_of
 from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.view import Lanes
 
+#: Most rows whose lengths are written one by one.
+MOST_ROWS = 32
+
+
+def _is_observed(x: Tensor) -> bool:
+    """Whether something other than the values of ``x`` follows the ops on it: a subclass, a dispatch mode, a trace."""
+    modes = torch._C._len_torch_dispatch_stack()
+    return type(x) is not Tensor or modes > 0 or torch._C._get_tracing_state() is not None
+
 
 class LayerCache(LayerRows):
     """Streams of one layer and the lengths of their rows.
@@ -202,9 +211,21 @@ class LayerCache(LayerRows):
             options |= rope.options()
         if not self.plans.append_as_before((*new, lengths.seq_lens), options):
             return False
-        lengths.seq_lens.add_(tokens)
-        self._grown(tokens)
+        self._grow(tokens)
         return True
+
+    def _grow(self, tokens: int) -> None:
+        """Every row is ``tokens`` longer: on a CPU without an op, which would take as long as a short append."""
+        self._grown(tokens)
+        lengths, held = self.lengths, self.lengths.seq_lens
+        if held.device.type != "cpu" or self.batch_size > MOST_ROWS or _is_observed(held):
+            held.add_(tokens)
+            return
+        place = held.data_ptr()
+        if lengths.memory is None or lengths.memory[0] != place:  # `Tensor.share_memory_` moves it
+            lengths.memory = place, held.numpy().data
+        for row, length in enumerate(lengths.host):
+            lengths.memory[1][row] = length
 
     def _grown(self, tokens: int) -> None:
         lengths = self.lengths

@@ -6,6 +6,7 @@ All decisions use the host copy; the device copy is never read back, so no step 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class RowLengths:
         seq_lens: (B,) int32 on the device, updated in place, equal to ``host``.
         newest: tokens of the last append, padding included; 0 after any other change.
         query_lens: (B,) int32, how many of these are real in each row; None for all.
+        memory: the address of ``seq_lens`` on a CPU, and what is there; None until it is written without an op.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
@@ -28,11 +30,11 @@ class RowLengths:
         self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.newest = 0
         self.query_lens: Tensor | None = None
+        self.memory: tuple[int, memoryview] | None = None
 
-    @property
-    def longest(self) -> int:
-        """Tokens in the longest row."""
-        return max(self.host)
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the memory, which copies have of their own."""
+        return {**vars(self), "memory": None}
 
     def check_room(
         self, tokens: int, added: Sequence[int], max_seq_len: int, where: str = ""

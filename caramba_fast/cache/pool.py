@@ -70,10 +70,11 @@ class PagePool:
         with torch.inference_mode(False):  # else buffers are read-only outside of it
             for stream in (stream for layer in self.layers for stream in layer.streams.values()):
                 # One group is enough: tokens are not rolled back across groups.
-                if stream.tail is not None:
-                    stream.tail = stream.tail[:, :, : self.group].clone()
-                if stream.sink is not None:
-                    stream.sink = stream.sink.new_empty(self.sink_rows, *stream.sink.shape[1:])
+                tail, sink = stream.tail, stream.sink
+                stream.replace_sides(
+                    None if tail is None else tail[:, :, : self.group].clone(),
+                    None if sink is None else sink.new_empty(self.sink_rows, *sink.shape[1:]),
+                )
 
     def places(self, most: int) -> int:
         """How many of ``most`` sequences may run at once: at most the number of rings, if the storage has rings."""

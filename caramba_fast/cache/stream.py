@@ -87,6 +87,7 @@ class CacheTensor:
 
     Attributes:
         group: tokens that are encoded together; tokens can be dropped from the front only in multiples of it.
+        last_view: the `view`; None before the first use, and when a buffer was replaced.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class CacheTensor:
 
         self.tail, self.sink = side(ring), side(config.sink_len)
         self._wide: WideRing | None = None
-        self._view: KVView | None = None
+        self.last_view: KVView | None = None
         self._query_rms: Tensor | None = None
 
     @property
@@ -142,7 +143,7 @@ class CacheTensor:
             raise ValueError(f"query_rms is {tuple(rms.shape)}; {shape} is needed")
         if self.weighs:
             packed = self.lanes.pack(rms.to(self.codes.device, torch.float32)[None, :, None])
-            self._query_rms, self._view = packed[0, :, 0].contiguous(), None
+            self._query_rms, self.last_view = packed[0, :, 0].contiguous(), None
 
     @property
     def largest(self) -> float:
@@ -171,10 +172,9 @@ class CacheTensor:
     @property
     def view(self) -> KVView:
         """The view that ops read and write, with all slots. The same object until a buffer is replaced."""
-        known = self._view
-        if known is None or known.tail is not self.tail or known.sink is not self.sink:
+        if self.last_view is None:
             config = self.config
-            known = self._view = KVView(
+            self.last_view = KVView(
                 self.codes,
                 self.scales,
                 config.kind.value,
@@ -184,7 +184,7 @@ class CacheTensor:
                 config.fit,
                 self._query_rms,
             )
-        return known
+        return self.last_view
 
     def values(
         self, pages: Tensor | None, length: int, start: int = 0, rows: slice = ALL
@@ -236,17 +236,23 @@ class CacheTensor:
         """Until `narrow_tail`, makes room for ``tokens`` after ``start`` (B,) held, of which ``before`` are kept."""
         assert self.tail is not None
         self._wide = WideRing(self.tail, start, tokens, before)
-        self.tail = self._wide.wide
+        self.replace_sides(self._wide.wide, self.sink)
 
     def narrow_tail(self, end: Tensor) -> None:
         """Returns to the ring of normal size; ``end`` (B,) is the number of tokens held now."""
         if self._wide is not None:
-            self.tail, self._wide = self._wide.narrowed(end), None
+            self.replace_sides(self._wide.narrowed(end), self.sink)
+            self._wide = None
 
     def drop_wide_tail(self) -> None:
         """Returns to the ring as it was before `widen_tail`."""
         if self._wide is not None:
-            self.tail, self._wide = self._wide.ring, None
+            self.replace_sides(self._wide.ring, self.sink)
+            self._wide = None
+
+    def replace_sides(self, tail: Tensor | None, sink: Tensor | None) -> None:
+        """Replaces the ring and the sinks."""
+        self.tail, self.sink, self.last_view = tail, sink, None
 
     def put_in_tail(self, row: int, start: int, packed: Tensor) -> None:
         """Writes packed values (lanes, n, lane_dim) into a row's ring, from position ``start`` on."""
@@ -284,7 +290,7 @@ class CacheTensor:
 
     def _copied(self, change: Callable[[Tensor], Tensor]) -> CacheTensor:
         other = copy.copy(self)
-        other._view = None
+        other.last_view = None
         other.tail = None if self.tail is None else change(self.tail)
         other.sink = None if self.sink is None else change(self.sink)
         return other
@@ -324,7 +330,7 @@ class CacheTensor:
 
     def replace_buffers(self, codes: Tensor, scales: Tensor | None) -> None:
         """Replaces the buffers of codes and scales."""
-        self.codes, self.scales, self._view = codes, scales, None
+        self.codes, self.scales, self.last_view = codes, scales, None
 
     def _rows(self, buffer: Tensor, slots: int) -> int:
         return slots if buffer is self.codes else -(-slots // self.group)

@@ -59,19 +59,23 @@ def caramba_attention(
         ValueError: a custom mask, or ``output_attentions``, with a static cache.
         RuntimeError: the codes of a static layer that did not make the last update.
     """
-    query = values_of(query)
+    query, packed = values_of(query), isinstance(key, PackedStates)
     if type(key) is RotatedStates:  # from another cache, which returns its inputs unchanged
         key = key.dense()
     if inside.queries is not None and not torch.compiler.is_compiling():
         inside.queries(getattr(module, "layer_idx", None), query, key.shape[1])
     sinks = kwargs.get("sinks") if s_aux is None else s_aux
     weights = _wants_weights(module, kwargs)
-    static = attended_layer(key)
+    static = None if packed else attended_layer(key)
     if static is not None:
         static.check_call(query.shape[2], attention_mask, weights)
         out = static.attend(query, **_options(scaling, softcap, sinks))
         return without_gradient(out, query, *static.sources).transpose(1, 2).contiguous(), None
-    if not weights and _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
+    if (
+        packed
+        and not weights
+        and _reads_packed(module, query, key, value, attention_mask, dropout, kwargs)
+    ):
         out = _packed(query, key, attention_mask, scaling, softcap, sinks)
         out = without_gradient(out, query, key, value)
         return out.transpose(1, 2).contiguous(), None
@@ -98,7 +102,7 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     config = getattr(module, "config", None)
     wanted = kwargs.get("output_attentions")
     if not wanted:
-        wanted = _field(config, "output_attentions")
+        wanted = _asks_for_weights(config)
     if not wanted and not torch.compiler.is_compiling():
         wanted = weights_are_recorded()  # GPT-2 drops the keyword
     if wanted:
@@ -111,11 +115,10 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(wanted)
 
 
-def _field(config: Any, name: str) -> Any:
-    """A flag of a config, read from its ``__dict__``: the config's own lookup takes longer than a short op."""
-    held = getattr(config, "__dict__", {})
-    kept = f"_{name}"
-    return held[kept] if kept in held else getattr(config, name, False)
+def _asks_for_weights(config: Any) -> Any:
+    """``config.output_attentions`` from its ``__dict__``: the config's own lookup takes longer than a short op."""
+    found = getattr(config, "__dict__", {}).get("_output_attentions")
+    return getattr(config, "output_attentions", False) if found is None else found
 
 
 def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
@@ -146,9 +149,9 @@ def _reads_packed(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> bool:
-    if not (isinstance(key, PackedStates) and isinstance(value, PackedStates)):
+    if not isinstance(value, PackedStates) or key.layer is not value.layer:
         return False
-    if key.layer is not value.layer or (key.stream, value.stream) != ("k", "v"):
+    if (key.stream, value.stream) != ("k", "v"):
         return False
     if dropout or key.shape[2] != key.layer.length or not key.layer.serves(query.shape[2]):
         return False

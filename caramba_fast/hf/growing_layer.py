@@ -122,8 +122,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
 
     def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
         known = self.store
-        bounded = self.sliding_window is not None or self.common.limit is not None
-        again = known is not None and not bounded
+        again = known is not None and self._takes(known.pos + keys.shape[2])
         if again and self._made().append_again((keys, values), self.leftpad, rope):
             return False
         store = self._store_for(keys, values)
@@ -171,13 +170,23 @@ class CarambaLayer(StoringLayer, PackedLayer):
         """Most tokens the layer has room for while steps are short: 1.5 windows and twice `SLACK`."""
         return 2**62 if self.sliding_window is None else self.sliding_window * 3 // 2 + 2 * SLACK
 
+    def _takes(self, tokens: int) -> bool:
+        """Whether the layer may hold so many tokens in its store, and drops none of them first."""
+        limit = self.common.limit
+        allowed = limit is None or self.dropped + tokens <= limit
+        return allowed and (self.sliding_window is None or self._keeps_all(tokens))
+
+    def _keeps_all(self, tokens: int) -> bool:
+        """Whether the store of a sliding layer has none to drop when it holds so many tokens."""
+        return self.record_past or tokens <= self._room
+
     def _leave_behind(self, coming: int) -> None:
         """Drops tokens that no query can see any more, if ``coming`` new ones would not fit otherwise."""
-        store = self._made()
-        if self.sliding_window is None or self.record_past or store.pos + coming <= self._room:
+        store, window = self._made(), self.sliding_window
+        if window is None or self._keeps_all(store.pos + coming):
             return
         step = store.group
-        count = max(store.pos - (self.sliding_window - 1) - SLACK, 0) // step * step
+        count = max(store.pos - (window - 1) - SLACK, 0) // step * step
         if count:
             room = max(self._room, store.pos - count + coming)
             store.drop_front(

@@ -184,7 +184,7 @@ class PackedLayer(CacheLayerMixin):
             appended(key_states, rope)
         if exact:
             return key_states, value_states
-        return PackedStates.of(self, "k", key_states), PackedStates.of(self, "v", value_states)
+        return PackedStates.both(self, key_states, value_states)
 
     def get_max_length(self) -> int:
         """-1: no limit that the model needs to know."""

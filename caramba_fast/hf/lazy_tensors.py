@@ -77,12 +77,23 @@ class PackedStates(LazyTensor):
     stream: str
 
     @classmethod
-    def of(cls, layer: HasStates, stream: str, like: Tensor) -> PackedStates:
+    def of(
+        cls, layer: HasStates, stream: str, like: Tensor, length: int | None = None
+    ) -> PackedStates:
         """Everything ``layer`` holds, in the dtype and on the device of ``like`` (B, H_kv, T, D), its newest tokens."""
         batch, heads, _, dim = like.shape
-        made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
+        length = layer.length if length is None else length
+        made = cls._empty((batch, heads, length, dim), like.dtype, like.device)
         made.layer, made.stream = layer, stream
-        return without_gradient(made, like)
+        return without_gradient(made, like) if torch.is_grad_enabled() else made
+
+    @classmethod
+    def both(
+        cls, layer: HasStates, keys: Tensor, values: Tensor
+    ) -> tuple[PackedStates, PackedStates]:
+        """Keys and values that ``layer`` holds; see `of`."""
+        length = layer.length
+        return cls.of(layer, "k", keys, length), cls.of(layer, "v", values, length)
 
     def _make(self) -> Tensor:
         return self.layer.dequantized(self.stream, self.dtype, self.shape[2])

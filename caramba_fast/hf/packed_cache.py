@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from caramba_fast.hf.settings import StorageOptions
 
 
-@dataclass(frozen=True)
-class New:
+class New(NamedTuple):
     """The ``tokens`` that a layer has stored in this pass: keys and values, until they are checked."""
 
     layer: StoringLayer
@@ -40,6 +38,7 @@ class New:
     states: tuple[Tensor, ...]
 
 
+@torch.no_grad()
 def _surely_held(stored: Sequence[New]) -> bool:
     """Whether all layers hold these keys and values, by their largest magnitude; False for NaN."""
     alike: dict[tuple[torch.Size, float], list[Tensor]] = {}
@@ -60,7 +59,7 @@ class StoringCache(PackedCache):
     common: Common
     #: Index of the last packed layer.
     _last = -1
-    _new: tuple[New, ...] = ()
+    _new: list[New]
 
     def _fill(
         self,
@@ -71,7 +70,7 @@ class StoringCache(PackedCache):
     ) -> None:
         check_cacheable(model)
         config = model.config.get_text_config(decoder=True)
-        name, on_interface = type(model).__name__, bool(decoder_configs(model))
+        name, on_interface, self._new = type(model).__name__, bool(decoder_configs(model)), []
         self.common = Common(name, settings, config, on_interface, room)
         if (
             settings.k.divides_bytes
@@ -96,27 +95,26 @@ class StoringCache(PackedCache):
             self._check_range(layer_idx, key_states, value_states)
         return found
 
-    @torch.no_grad()
     def _check_range(self, index: int, keys: Tensor, values: Tensor) -> None:
-        layer, tokens = self.layers[index], keys.shape[2]
-        if self._new and index <= self._new[-1].layer.index:  # of an earlier pass
-            self._new = ()
-        watched = getattr(layer, "held_below", math.inf) < math.inf
-        if watched:
-            self._new = (*self._new, New(layer, tokens, (keys, values)))
-        if not self._new or (watched and tokens <= MAX_QUERY_TOKENS and index < self._last):
+        layer, tokens, stored = self.layers[index], keys.shape[2], self._new
+        if stored and index <= stored[-1].layer.index:  # of an earlier pass
+            stored.clear()
+        if getattr(layer, "held_below", math.inf) < math.inf:
+            stored.append(New(layer, tokens, (keys, values)))
+            if tokens <= MAX_QUERY_TOKENS and index < self._last:
+                return
+        if not stored:
             return
-        if not _surely_held(self._new):
-            for new in self._new:
+        if not _surely_held(stored):
+            for new in stored:
                 problem = new.layer.overflow(*new.states) if new.states else None
                 if problem:
                     raise ValueError(f"{problem}{self._take_back()}")
-        done = index >= self._last
-        self._new = () if done else tuple(replace(new, states=()) for new in self._new)
+        self._new = [] if index >= self._last else [new._replace(states=()) for new in stored]
 
     def _take_back(self) -> str:
         """Removes what the layers have stored in this pass, or everything if one of them has no way back."""
-        stored, self._new = self._new, ()
+        stored, self._new = self._new, []
         others = (x for x in self.layers if not isinstance(x, (StoringLayer, *EMPTY)))
         if next(others, None) is not None or not all(
             new.layer.can_take_back(new.tokens) for new in stored

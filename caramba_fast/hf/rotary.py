@@ -215,9 +215,10 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         fits = q.ndim == 4 and cos.ndim == 3 and dim == cos.shape[-1] == k.shape[-1]
         if not (plain and fits and dtype == k.dtype == cos.dtype == sin.dtype):
             return own(q, k, cos, sin)
-        if q.shape[2] > MAX_QUERY_TOKENS:  # a prompt: the op's overhead does not matter
+        # The op's overhead does not matter in a prompt.
+        if q.shape[2] > MAX_QUERY_TOKENS or q.device.type not in Rope.FASTER_ON:
             return rotary_op.call(q, k, cos, sin)
-        if destination.is_append and q.device.type in Rope.FASTER_ON and not is_recorded():
+        if destination.is_append and not is_recorded():
             return RotatedStates.both(Turn(q, k, cos, sin, destination))
         q, k = rotary_op.call(q, k, cos, sin)
         setattr(k, DESTINATION, destination)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba_fast.cache import AttentionLimits, DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import cache_configs
@@ -41,8 +44,9 @@ def fill(cache: LayerKVCache) -> LayerKVCache:
     """A prompt and steps, so that plans for both calls are there."""
     cache.append(*new(20, 1))
     for seed in range(3):
-        cache.append(*new(1, seed + 2))
-        cache.attend(query())
+        with torch.set_grad_enabled(seed < 2):
+            cache.append(*new(1, seed + 2))
+            cache.attend(query())
     return cache
 
 
@@ -53,12 +57,15 @@ def cache(request: pytest.FixtureRequest) -> LayerKVCache:
 
 def assert_goes_on(cache: LayerKVCache) -> None:
     """A step gives what one gives without any plan."""
-    twin = cache.select_rows([0, 1])
-    for one in (cache, twin):
-        one.append(*new(1, 50))
-    assert torch.equal(cache.attend(query()), twin.attend(query()))
+    for gradients in (True, False):  # the quickest way is taken without them
+        twin = cache.select_rows([0, 1])
+        with torch.set_grad_enabled(gradients):
+            for one in (cache, twin):
+                one.append(*new(1, 50))
+        assert torch.equal(cache.attend(query()), twin.attend(query()))
     for found, wanted in zip(cache.get(), twin.get(), strict=True):
         assert torch.equal(found, wanted)
+    assert cache.seq_lens.tolist() == cache.lengths.host
 
 
 CHANGES: dict[str, Callable[[LayerKVCache], object]] = {
@@ -69,6 +76,7 @@ CHANGES: dict[str, Callable[[LayerKVCache], object]] = {
     "a wide tail": lambda cache: (cache.append(*new(60, 8)), cache.attend(query(60))),
     "a window": lambda cache: setattr(cache, "reach", AttentionLimits(local_window=4)),
     "many tokens": lambda cache: cache.append(*new(200, 8), will_attend=False),
+    "lengths in other memory": lambda cache: cache.seq_lens.share_memory_(),
 }  # fmt: skip
 
 
@@ -185,6 +193,52 @@ def test_buffers_that_were_replaced_are_let_go() -> None:
     cache.attend(query())
     gc.collect()
     assert old() is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_has_lengths_of_its_own(copied: Callable[[LayerKVCache], LayerKVCache]) -> None:
+    cache = fill(layer())
+    cache.append(*new(2))
+    other = copied(cache)
+    other.append(*new(2))
+    other.append(*new(2))
+    assert (cache.seq_lens.tolist(), other.seq_lens.tolist()) == ([25, 25], [29, 29])
+    assert_goes_on(other)
+    assert_goes_on(cache)
+
+
+class Names(TorchDispatchMode):
+    """The ops that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_lengths_are_written_by_an_op_only_where_ops_are_observed() -> None:
+    cache = fill(layer())
+    with Names() as names:
+        cache.append(*new(1, 6))
+    assert "aten.add_.Tensor" in names.found
+    assert cache.seq_lens.tolist() == cache.lengths.host == [24, 24]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cache.append(*new(1, 7))
+    assert not [event.name for event in profile.events() if "add_" in event.name]
+    assert cache.seq_lens.tolist() == cache.lengths.host == [25, 25]
+
+
+@torch.no_grad()
+def test_many_rows_have_their_lengths_too() -> None:
+    cache = LayerKVCache(40, 64, 32, 32, **cache_configs("q8:plain"), n_kv_heads=1)
+    for _ in range(4):
+        cache.append(torch.randn(40, 1, 2, 32), torch.randn(40, 1, 2, 32))
+    assert cache.seq_lens.tolist() == cache.lengths.host == [8] * 40
 
 
 def test_queries_are_not_kept() -> None:
