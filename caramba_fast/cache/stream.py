@@ -87,7 +87,8 @@ class CacheTensor:
 
     Attributes:
         group: tokens that are encoded together; tokens can be dropped from the front only in multiples of it.
-        last_view: the `view`; None before the first use, and when a buffer was replaced.
+        last_view: the `view`; None before the first use, and from before a buffer is replaced: plans rely on it, also
+            after an interrupt.
     """
 
     def __init__(
@@ -241,18 +242,16 @@ class CacheTensor:
     def narrow_tail(self, end: Tensor) -> None:
         """Returns to the ring of normal size; ``end`` (B,) is the number of tokens held now."""
         if self._wide is not None:
-            self.replace_sides(self._wide.narrowed(end), self.sink)
-            self._wide = None
+            self.last_view, self.tail, self._wide = None, self._wide.narrowed(end), None
 
     def drop_wide_tail(self) -> None:
         """Returns to the ring as it was before `widen_tail`."""
         if self._wide is not None:
-            self.replace_sides(self._wide.ring, self.sink)
-            self._wide = None
+            self.last_view, self.tail, self._wide = None, self._wide.ring, None
 
     def replace_sides(self, tail: Tensor | None, sink: Tensor | None) -> None:
         """Replaces the ring and the sinks."""
-        self.tail, self.sink, self.last_view = tail, sink, None
+        self.last_view, self.tail, self.sink = None, tail, sink
 
     def put_in_tail(self, row: int, start: int, packed: Tensor) -> None:
         """Writes packed values (lanes, n, lane_dim) into a row's ring, from position ``start`` on."""
@@ -330,7 +329,7 @@ class CacheTensor:
 
     def replace_buffers(self, codes: Tensor, scales: Tensor | None) -> None:
         """Replaces the buffers of codes and scales."""
-        self.codes, self.scales, self.last_view = codes, scales, None
+        self.last_view, self.codes, self.scales = None, codes, scales
 
     def _rows(self, buffer: Tensor, slots: int) -> int:
         return slots if buffer is self.codes else -(-slots // self.group)
