@@ -24,17 +24,19 @@ ROOT = str(Path(caramba_fast.__file__).parent)
 def stepping(family: str, options: dict[str, Any], **changes: Any) -> Iterator[Callable[[], Any]]:
     """A step of one token, after a prompt and a few steps."""
     model = accelerate(tiny(family, **changes), "q4")
-    with torch.no_grad():
-        cache = CarambaCache(model, "q4", **options)
-        model(torch.arange(5, 25)[None], past_key_values=cache)
+    cache = CarambaCache(model, "q4", **options)
 
-        def step() -> Any:
-            return model(torch.tensor([[7]]), past_key_values=cache).logits
+    def step() -> Any:
+        return model(torch.tensor([[7]]), past_key_values=cache).logits
 
-        for _ in range(3):
-            step()
-        yield step
-    restore(model)
+    try:
+        with torch.no_grad():
+            model(torch.arange(5, 25)[None], past_key_values=cache)
+            for _ in range(3):
+                step()
+            yield step
+    finally:
+        restore(model)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,9 @@ def test_a_layer_takes_few_calls() -> None:
                     names.append(frame.f_code.co_name)
 
             sys.setprofile(note)
-            step()
-            sys.setprofile(None)
+            try:
+                step()
+            finally:
+                sys.setprofile(None)
             counts.append(len(names))
     assert 0 < (counts[1] - counts[0]) / 2 <= 70
