@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
@@ -365,9 +365,13 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return value
 
 
+#: Removed when the process ends.
+_FOLDER = TemporaryDirectory(prefix="caramba-hostile-")
+
+
 @cache
 def valid(name: str) -> Path:
-    folder = Path(mkdtemp(prefix="caramba-hostile-"))
+    folder = Path(mkdtemp(dir=_FOLDER.name))
     FORMATS[name].make(folder)
     return folder
 
