@@ -232,14 +232,20 @@ class LayerRows(CachedRows):
         if self.pages is not None:
             raise ValueError("a paged cache does not grow; make its pool larger")
         if max_seq_len > self.max_seq_len:
-            self._resize(capacity(max_seq_len), 0, self.pos)
-            self.max_seq_len = max_seq_len
+            self._become(self._resized(max_seq_len, 0))
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
         """Drops the first ``count`` tokens of every row, a multiple of ``group``; slot s moves to slot ``s - count``.
 
         The remaining tokens have to fit into the new ``max_seq_len``. Raises ValueError for a paged cache, a cache with
         sinks, rows of different lengths, or a count out of range.
+        """
+        self._become(self.without_front(count, max_seq_len))
+
+    def without_front(self, count: int, max_seq_len: int) -> Self:
+        """What `drop_front` makes of this cache, as another one, beside which this one must not be used any more.
+
+        Until then this one is as it was, even if memory runs out.
         """
         step = self.group
         if any(stream.sink is not None for stream in self.streams.values()):
@@ -252,20 +258,29 @@ class LayerRows(CachedRows):
         if max_seq_len < kept:
             raise ValueError(f"max_seq_len is {max_seq_len}; {kept} tokens stay")
         self.narrow_tails()
-        self._resize(capacity(max_seq_len), count, kept)
-        self.max_seq_len = max_seq_len
-        self.tail.lowest = [max(low - count, 0) for low in self.tail.lowest]
-        self.lengths.set([length - count for length in self.lengths.host])
-
-    def _resize(self, slots: int, start: int, kept: int) -> None:
-        """Moves all streams to buffers of ``slots``; if memory runs out, none."""
+        other = self._resized(max_seq_len, count)
+        other.tail = self.tail.select_rows(range(self.batch_size))
+        other.tail.lowest = [max(low - count, 0) for low in self.tail.lowest]
         with torch.inference_mode(False):
-            found = [
-                (stream, stream.resized(slots, start, kept)) for stream in self.streams.values()
-            ]
-            for stream, buffers in found:
-                stream.turn_tail(start)
-                stream.replace_buffers(*buffers)
+            other.lengths = self.lengths.select_rows(range(self.batch_size))
+            other.lengths.set([length - count for length in self.lengths.host])
+        return other
+
+    def _resized(self, max_seq_len: int, start: int) -> Self:
+        """A copy with room for ``max_seq_len`` tokens per row and the tokens from ``start`` on, but the same lengths."""
+        other, slots = copy.copy(self), capacity(max_seq_len)
+        with torch.inference_mode(False):
+            other.streams = {
+                name: stream.resized(slots, start, self.pos - start)
+                for name, stream in self.streams.items()
+            }
+        other.max_seq_len, other.plans = max_seq_len, LayerPlans(other.streams, self.n_kv_heads)
+        vars(other).update(other.streams)
+        return other
+
+    def _become(self, other: Self) -> None:
+        """Takes the state of another cache, in one call: an interrupt comes before or after it."""
+        vars(self).update(vars(other))
 
     def state_dict(self) -> dict[str, Any]:
         """Contents and storage settings of the cache, as tensors, numbers and names; see `load_state_dict`.

@@ -294,18 +294,20 @@ class CacheTensor:
         other.sink = None if self.sink is None else change(self.sink)
         return other
 
-    def resized(self, slots: int, start: int, kept: int) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales with room for ``slots`` tokens per row; the ``kept`` ones from ``start`` on come first."""
+    def resized(self, slots: int, start: int, kept: int) -> CacheTensor:
+        """A copy with room for ``slots`` tokens per row, of which the ``kept`` ones from ``start`` on come first.
+
+        This stream stays as it is; they share what does not change.
+        """
 
         def moved(x: Tensor) -> Tensor:
             return _front(x, *(self._rows(x, count) for count in (start, kept, slots)))
 
-        return self._changed(moved)
-
-    def turn_tail(self, start: int) -> None:
-        """Rotates the ring so that position ``start + j`` becomes position j."""
-        if self.tail is not None and start % self.tail.shape[2]:
-            self.tail.copy_(self.tail.roll(-start, dims=2))
+        other = copy.copy(self)
+        other.replace_buffers(*self._changed(moved))
+        if self.tail is not None and start % self.tail.shape[2]:  # position start + j becomes j
+            other.tail = self.tail.roll(-start, dims=2)
+        return other
 
     def roomy(self, slots: int) -> tuple[Tensor, Tensor | None]:
         """Codes and scales with room for ``slots``: the stream's own if large enough, else new uninitialised ones."""
@@ -369,14 +371,11 @@ def _rows_of(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
 
 
 def _front(buffer: Tensor, start: int, kept: int, slots: int) -> Tensor:
-    """Moves the slots from ``start`` on to the front, in place or, if the size changes, into a new buffer."""
-    moving = buffer[:, :, start : start + kept]
-    if buffer.shape[2] == slots:
-        if start:
-            buffer[:, :, :kept] = moving.clone()
+    """A buffer whose first slots are those from ``start`` on; the same one if nothing changes."""
+    if buffer.shape[2] == slots and not start:
         return buffer
     new = _with_slots(buffer, slots)
-    new[:, :, :kept] = moving
+    new[:, :, :kept] = buffer[:, :, start : start + kept]
     return new
 
 

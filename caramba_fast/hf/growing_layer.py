@@ -144,6 +144,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
         if store.device != keys.device:
             store = self.store = store.to(keys.device)
         self._leave_behind(keys.shape[2])
+        store = self._made()
         needed = store.pos + keys.shape[2]
         if needed > store.max_seq_len:
             store.grow(max(needed, int(GROWTH * store.max_seq_len)))
@@ -189,10 +190,10 @@ class CarambaLayer(StoringLayer, PackedLayer):
         count = max(store.pos - (window - 1) - SLACK, 0) // step * step
         if count:
             room = max(self._room, store.pos - count + coming)
-            store.drop_front(
-                count, min(room, max(self.common.room or room, store.pos - count + coming))
-            )
-            self.dropped += count
+            room = min(room, max(self.common.room or room, store.pos - count + coming))
+            moved, dropped = store.without_front(count, room), self.dropped + count
+            # In one call: an interrupt comes before or after it.
+            vars(self).update(store=moved, dropped=dropped)
 
     def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
         """Per row: where it starts, and the index of its token in the first of the ``tokens`` newest columns."""

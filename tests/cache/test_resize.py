@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.interrupts import interrupted_at, places_of
 from torch import Tensor
 
 from caramba_fast import Generator, LayerKVCache
-from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache import ModelKVCache, stream
 from caramba_fast.config import cache_configs
 from caramba_fast.models import load_demo
 
@@ -101,18 +104,55 @@ def test_what_stays_when_the_front_is_dropped_is_read_as_before(spec: str) -> No
     assert float((layer.get()[0][:, :, -10:] - k[:, :, 300:]).norm() / k.norm()) < 0.1
 
 
-def test_a_cache_for_which_memory_runs_out_while_it_grows_is_as_it_was(monkeypatch) -> None:
-    layer = made("q8", 128)
-    layer.append(*states(100))
-    before, expected = layer.max_seq_len, layer.attend(queries(2))
+#: Resizes of a cache with room for 512 tokens: to more room, and without its front in more or the same room.
+RESIZES: dict[str, Callable[[LayerKVCache], None]] = {
+    "grow": lambda layer: layer.grow(700),
+    "drop": lambda layer: layer.drop_front(192, 700),
+    "drop in the same room": lambda layer: layer.drop_front(192, 512),
+}
 
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(layer.streams["v"], "resized", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        layer.grow(700)
-    assert layer.max_seq_len == before and torch.equal(layer.attend(queries(2)), expected)
+@pytest.mark.parametrize("resize", RESIZES.values(), ids=RESIZES)
+@pytest.mark.parametrize("spec", ["fp32", "q8:sink_len=0", "nf4:plain,residual_len=8"])
+def test_a_resize_that_is_cut_off_is_done_or_has_not_begun(monkeypatch, spec, resize) -> None:
+    """By Ctrl-C at any bytecode, or because memory runs out at any buffer."""
+    whole = made(spec, 512)
+    whole.append(*states(420))
+    done = copy.deepcopy(whole)
+    resize(done)
+    ends = [(x.pos, x.max_seq_len) for x in (whole, done)]
+    assert ends[0] != ends[1]
+
+    def check(layer: LayerKVCache, ended: bool) -> None:
+        assert (layer.pos, layer.max_seq_len) in (ends if ended else ends[:1])
+        if (layer.pos, layer.max_seq_len) == ends[0]:
+            assert torch.equal(layer.attend(queries(2)), whole.attend(queries(2)))
+            resize(layer)
+        for found, wanted in zip(layer.get(), done.get(), strict=True):
+            assert torch.equal(found, wanted)
+        assert torch.equal(layer.attend(queries(2)), done.attend(queries(2)))
+
+    places = places_of(partial(resize, copy.deepcopy(whole)))
+    for position in [*{place: i for i, place in enumerate(places)}.values()][::3]:
+        layer = copy.deepcopy(whole)
+        if interrupted_at(position, partial(resize, layer)):
+            check(layer, ended=True)
+    room, new = 0, stream._with_slots
+
+    def limited(*args: Any) -> Tensor:
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise torch.OutOfMemoryError
+        return new(*args)
+
+    monkeypatch.setattr(stream, "_with_slots", limited)
+    for count in range(sum(len(x.token_buffers) for x in whole.streams.values())):
+        layer, room = copy.deepcopy(whole), count
+        with pytest.raises(torch.OutOfMemoryError):
+            resize(layer)
+        room = 99
+        check(layer, ended=False)
 
 
 def test_dropping_is_refused_where_it_cannot_be() -> None:
