@@ -56,7 +56,8 @@ class LengthFields(Fields):
     Attributes:
         max_new_tokens: most tokens to generate per call.
         max_length: most tokens of a row, with its prompt and the earlier conversation; replaces max_new_tokens.
-        min_new_tokens: before this many, neither an end-of-sequence id nor ``stop`` ends a row, as in vLLM.
+        min_new_tokens: before this many, neither an end-of-sequence id nor ``stop`` ends a row, as in vLLM, unless
+            ``structured_outputs`` allows nothing else.
         max_time: seconds after which no further step begins.
         eos_token_id: ids that end a row; None for the model's.
         ignore_eos: do not stop at end-of-sequence ids.

@@ -26,7 +26,8 @@ class LogitsProcessors:
 
     Args:
         vocab_size: number of logits.
-        eos_ids: ids that end a row; they and ``stop`` ids are banned before ``min_new_tokens``.
+        eos_ids: ids that end a row; before ``min_new_tokens`` they and ``stop`` ids are banned, unless the grammar
+            allows nothing else.
         processors: the caller's, called in turn with all tokens, left-padded with ``fill``.
         allowed: the caller's ``prefix_allowed_tokens_fn``.
         grammar: constraint on the new tokens, or None.
@@ -144,12 +145,16 @@ class LogitsProcessors:
         if config.no_repeat_ngram_size:
             self._ban(scores, row.repeats(config.no_repeat_ngram_size))
         self._ban(scores, [words[-1] for words, _ in self._bad if row.ends_with(words[:-1])])
-        if row.new < self._min_new:
-            scores[self._endings] = -torch.inf
         if self._allowed is not None:
             self._keep_allowed(scores, row, index)
         if self._grammar is not None:
             self._grammar.mask(scores, row, index)
+        if row.new < self._min_new:
+            endings = scores[self._endings]
+            scores[self._endings] = -torch.inf
+            # What the grammar says is complete ends all the same.
+            if self._grammar is not None and not (scores > -torch.inf).any():
+                scores[self._endings] = endings
 
     def _penalize(self, scores: Tensor, row: TokenSequence) -> None:
         new = torch.tensor(row.new_tokens, dtype=torch.int64, device=scores.device)

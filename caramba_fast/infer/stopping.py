@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from os.path import commonprefix
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import padded
 from caramba_fast.infer.sequence import FinishReason, TokenSequence
+from caramba_fast.infer.tokenizer import text_after
 
 #: As Hugging Face's ``StoppingCriteria``: (input_ids (B, L), scores) -> bool or (B,) bools.
 StoppingCriterion = Callable[..., "Tensor | bool"]
@@ -59,7 +61,7 @@ class Stopping:
         token = row.tokens[-1]
         if token in self._eos:
             return "eos"
-        if token in self._stop_ids or (self._strings and self._says_stop(row)):
+        if token in self._stop_ids or self.stop_text(row):
             return "stop"
         if row.new >= row.limit:
             return "length"
@@ -85,21 +87,25 @@ class Stopping:
         if self.out_of_time:
             _end(rows, [True] * len(rows), "time")
 
-    def _says_stop(self, row: TokenSequence) -> bool:
-        if row.new <= self._min_new:
-            return False
+    def stop_text(self, row: TokenSequence) -> str:
+        """The text of a row from the first stop string on that its newest token completes; empty if there is none.
+
+        It has the text of special tokens, too.
+        """
+        if not self._strings or row.new <= self._min_new:
+            return ""
+        assert self._decode is not None
         count = min(row.new, self._window)
         newest, before = row.tokens[-count:], row.tokens[-count - SLACK : -count]
-        text, early = self._text(before, newest), self._min_new - (row.new - count)
-        # A stop string that ends within min_new_tokens does not count.
-        held = len(self._text(before, newest[:early])) if early > 0 else 0
-        return any(text.find(s, max(0, held - len(s) + 1)) >= 0 for s in self._strings)
-
-    def _text(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Text of ``ids`` after ``before``; decoded alone, the first token may lose its leading space."""
-        assert self._decode is not None
-        head, whole = self._decode(list(before)), self._decode([*before, *ids])
-        return whole[len(head) :] if whole.startswith(head) else self._decode(list(ids))
+        text, early = text_after(self._decode, before, newest), self._min_new - (row.new - count)
+        held = 0
+        if early > 0:  # a stop string that ends within min_new_tokens does not count
+            # An unfinished character is none yet: its place may be that of the one it becomes.
+            least = text_after(self._decode, before, newest[:early])
+            held = len(commonprefix([text, least]))  # noqa: RUF071 - of characters, as is meant here
+        places = (text.find(s, max(0, held - len(s) + 1)) for s in self._strings)
+        found = [place for place in places if place >= 0]
+        return text[min(found) :] if found else ""
 
     @property
     def endings(self) -> frozenset[int]:

@@ -20,6 +20,19 @@ class TokenizerError(RuntimeError):
     """A tokenizer panicked: it raised something that is not an `Exception`, as native code may."""
 
 
+def text_after(
+    decode: Callable[[list[int]], str], before: Sequence[int], ids: Sequence[int]
+) -> str:
+    """Text of ``ids`` after ``before``; decoded alone, the first token may lose its leading space.
+
+    A character that begins in ``before`` belongs to the ids that complete it.
+    """
+    head, whole = decode(list(before)), decode([*before, *ids])
+    if not whole.startswith(head):
+        head = head.rstrip("\ufffd")
+    return whole[len(head) :] if whole.startswith(head) else decode(list(ids))
+
+
 class TextWriter:
     """Detokenizes a stream of tokens.
 
@@ -63,7 +76,7 @@ class TextWriter:
             self.close()
 
     def _new_text(self) -> str:
-        return self._decode(self._written + self._waiting)[len(self._decode(self._written)) :]
+        return text_after(self._decode, self._written, self._waiting)
 
     def close(self) -> None:
         """Writes the remaining text, even an incomplete character."""

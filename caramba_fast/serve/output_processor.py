@@ -102,9 +102,10 @@ class OutputProcessor:
                 output = self._close(request)
         new = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
         pieces = tuple(sequence.written[sequence.told :])
-        told = sequence.logprobs[sequence.emitted :]
+        told, reason = sequence.logprobs[sequence.emitted :], sequence.finish_reason
+        ending = request.stopping.stop_text(sequence) if reason == "stop" else ""
         event = Event(
-            request.request_id, sequence.index, new, "".join(pieces), sequence.finish_reason, output, told, pieces
+            request.request_id, sequence.index, new, "".join(pieces), reason, output, told, pieces, ending
         )  # fmt: skip
         sequence.emitted += len(new)
         sequence.told = len(sequence.written)

@@ -81,6 +81,8 @@ class Event:
         output: the result of the request, in the event that ends its last answer.
         logprobs: of the new tokens, with ``logprobs``; else empty.
         pieces: the text token by token; the last piece may contain the stop string that ended the answer.
+        stop_text: the end of the answer's text, from the stop string that ended it on, special tokens included; empty
+            if none did.
     """
 
     request_id: str
@@ -91,6 +93,7 @@ class Event:
     output: RequestOutput | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     pieces: Sequence[str] = ()
+    stop_text: str = ""
 
 
 class SwappedOut(NamedTuple):

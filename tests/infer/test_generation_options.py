@@ -16,6 +16,7 @@ from caramba_fast.infer import GenerateConfig, GenerateOutput, Generator, Hooks,
 from caramba_fast.infer.sampling import filtered_logits
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.stopping import Stopping
+from caramba_fast.infer.tokenizer import TextWriter
 
 PROMPTS = [[3, 14, 15, 9, 26, 3, 14], [5, 35, 8], [9, 7, 9, 3, 2, 38, 9, 7]]
 PAD, NEW = 60, 20
@@ -195,6 +196,56 @@ def test_a_stop_string_may_begin_with_the_space_an_answer_begins_with(
             found = row.new
             break
     assert found == ends
+
+
+class Bytes:
+    """Tokens of any bytes, decoded as UTF-8."""
+
+    def __init__(self, *tokens: bytes) -> None:
+        self.tokens = tokens
+
+    def decode(self, ids: Any) -> str:
+        return b"".join(self.tokens[token] for token in ids).decode(errors="replace")
+
+
+SPLIT = Bytes(*(bytes([byte]) for byte in "xé😀😀".encode()))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "prompt", "stop", "least", "ends", "text"),
+    [
+        # é ends with byte 3, the first 😀 with byte 7: it does so behind a minimum of 4, 5 or 6 bytes, too.
+        *((SPLIT, 0, ["é😀"], least, 7, "é😀") for least in range(7)),
+        *((SPLIT, 0, ["é😀"], least, None, "") for least in range(7, 11)),
+        *((SPLIT, 0, ["😀😀"], least, 11, "😀😀") for least in (3, 6, 10)),
+        # "ye" is there with the third token, within the minimum, though its last character is not written yet.
+        (Bytes(b"x", b"y", b"e\xc3", b"\xa9t", b"z"), 0, ["ye", 3], 3, 4, ""),
+        (Bytes(b"x", b"y", b"e\xc3", b"\xa9t", b"z"), 0, ["ye", "t"], 3, 4, "t"),
+        (Bytes(b"x", b"y", b"e\xc3", b"\xa9t", b"z"), 0, ["ye"], 2, 3, "ye\ufffd"),
+        # é begins with the last byte of the prompt.
+        (Bytes(b"x", b"\xc3", b"\xa9", b"t"), 2, ["é"], 0, 1, "é"),
+    ],
+)  # fmt: skip
+def test_a_stop_string_of_characters_that_are_split(
+    decoder: Bytes, prompt: int, stop: list[Any], least: int, ends: int | None, text: str
+) -> None:
+    """It ends a row with the token that completes it, unless that is one of the least number of tokens."""
+    row = TokenSequence(range(prompt))
+    row.begin(99)
+    config = GenerateConfig(stop=stop, min_new_tokens=least)
+    stopping = Stopping(config, frozenset(), decoder, (), 0)
+    for token in range(prompt, len(decoder.tokens)):
+        row.push(token)
+        if stopping.after(row) == "stop":
+            break
+        assert ends is None or row.new < ends
+    assert (row.new, stopping.stop_text(row)) == (ends or len(decoder.tokens), text)
+    pieces: list[str] = []
+    writer = TextWriter(decoder.decode, pieces.append, list(range(prompt)))
+    for token in row.new_tokens:
+        writer.put(token)
+    writer.close()
+    assert "".join(pieces).endswith(text)
 
 
 def test_max_length_counts_the_prompt_row_by_row() -> None:

@@ -28,7 +28,7 @@ from caramba_fast.infer import grammar  # noqa: E402
 from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
 from caramba_fast.models import demo_tokenizer  # noqa: E402
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts  # noqa: E402
-from caramba_fast.serve.http.protocol import Message, StopTrimmer  # noqa: E402
+from caramba_fast.serve.http.protocol import Message  # noqa: E402
 from caramba_fast.serve.http.server import ServerConfig, _event, create_app  # noqa: E402
 
 PROMPT = "def main():\n    "
@@ -172,20 +172,6 @@ def test_answers_and_stops_that_the_engine_has_for_its_requests(direct):
         refused = httpx.post(f"{address}/v1/completions", json={**body, "temperature": 0})
         assert refused.status_code == 400
         assert "n, which is not given, is 2 on this server" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "told"),
-    [
-        (["\n"], ["a", "\n\n"], "a"), (["\n\n", "\n"], ["a", "\n\n"], "a"), (["b"], ["ab", "cbd"], "abc"),
-        (["xy"], ["xyx", "yx", "y"], "xyxy"), (["xy"], ["axy", ""], "axy"),
-    ],
-)  # fmt: skip
-def test_what_ended_an_answer_is_left_out_and_nothing_that_ended_none(stops, pieces, told):
-    """Within its least length stop strings end nothing, and stay."""
-    trimmer = StopTrimmer(stops)
-    said = [trimmer.put(piece, None) for piece in pieces[:-1]]
-    assert "".join(said) + trimmer.put(pieces[-1], "stop") == told
 
 
 def test_text_that_comes_by_several_tokens_ends_where_it_does_token_by_token():
@@ -458,30 +444,6 @@ def test_without_its_library_a_format_is_refused_with_what_to_install(server, mo
     found = httpx.post(f"{server}/v1/chat/completions", json=body)
     assert found.status_code == 400
     assert "pip install llguidance" in found.json()["error"]["message"]
-
-
-@given(
-    st.text("ab", max_size=20),
-    st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3),
-    st.lists(st.integers(1, 4), min_size=20, max_size=20),
-)
-def test_a_stop_string_ends_the_text_wherever_pieces_are_cut(text, stops, cuts):
-    """The engine stops with the piece in which a stop string is complete."""
-    trimmer, told, seen = StopTrimmer(stops), "", ""
-    places = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    for size in cuts:
-        piece = text[len(seen) : len(seen) + size]
-        seen += piece
-        found = any(stop in seen for stop in stops)
-        over = found or len(seen) == len(text)
-        told += trimmer.put(piece, ("stop" if found else "length") if over else None)
-        if over:
-            break
-        assert seen.startswith(told)
-    if places:
-        assert told == seen[: min(seen.find(s) for s in stops if s in seen)]
-    else:
-        assert told == text
 
 
 # -- what surrounds ------------------------------------------------------------------------------

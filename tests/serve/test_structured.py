@@ -117,6 +117,19 @@ def test_other_grammars(model, asked, fits):
     assert all(fits(output.texts[0]) for output in outputs)
 
 
+@pytest.mark.parametrize("drafts", [{}, {"lookup_tokens": 3}])
+def test_a_complete_answer_ends_although_it_is_shorter_than_the_least(model, drafts):
+    """Where a longer one fits, it is written."""
+    engine = Engine(model, tokenizer=demo_tokenizer(), max_seq_len=512, **drafts)
+    settings = {"max_new_tokens": 250, "temperature": 1.0, "seed": 3}
+    for regex, least, fewest in (("abc", 10, 1), ("(ab){0,200}", 20, 20)):
+        out = engine.generate_batch(
+            ["x = "], structured_outputs={"regex": regex}, min_new_tokens=least, **settings
+        )[0]
+        assert out.finish_reasons == ["eos"] and re.fullmatch(regex, out.texts[0])
+        assert len(out.generated_tokens) > fewest  # the end is one of them
+
+
 def test_an_answer_ends_where_its_draft_would_go_on_and_nothing_could(model):
     """The prompt goes on after its end of text; behind that of the answer no token is left to choose."""
     tokenizer = demo_tokenizer()

@@ -368,30 +368,24 @@ class StopTrimmer:
         self._stops, self._held = tuple(stops), ""
 
     def take(self, event: Event) -> str:
-        """The text of an event that may be sent; only its last token can have ended the answer."""
-        *before, last = event.pieces or ("",)
-        told = [self.put(piece, None) for piece in before]
-        return "".join(told) + self.put(last, event.finish_reason)
+        """The text of an event that may be sent."""
+        return self.put(event.text, event.finish_reason is not None, event.stop_text)
 
-    def put(self, text: str, reason: str | None) -> str:
-        """Adds text, and why the answer ends with it; returns what may be sent."""
-        old = len(self._held)
+    def put(self, text: str, over: bool = False, stop_text: str = "") -> str:
+        """Adds text, and at its end what begins with the stop string (`Event.stop_text`); returns what may be sent."""
         self._held += text
-        if reason == "stop":
-            # A stop string in earlier text ended nothing: the answer may have a minimum length.
-            begins = ((stop, max(0, old - len(stop) + 1)) for stop in self._stops)
-            places = [
-                place for stop, begin in begins if (place := self._held.find(stop, begin)) >= 0
-            ]
-            found = self._held[: min(places)] if places else self._held
-        else:
-            kept = 0 if reason is not None else self._might_stop()
-            found = self._held[: len(self._held) - kept]
+        # Of a stop string that has special tokens the text has the part before them.
+        kept = _overlap(self._held, (stop_text,)) if over else self._might_stop()
+        found = self._held[: len(self._held) - kept]
         self._held = self._held[len(found) :]
         return found
 
     def _might_stop(self) -> int:
         """Number of characters at the end that may begin a stop string."""
-        most = min(len(self._held), max(map(len, self._stops), default=1) - 1)
-        ends = (self._held[len(self._held) - count :] for count in range(most, 0, -1))
-        return next((len(end) for end in ends if any(s.startswith(end) for s in self._stops)), 0)
+        return _overlap(self._held, [stop[:-1] for stop in self._stops])
+
+
+def _overlap(text: str, others: Sequence[str]) -> int:
+    """Most characters at the end of a text that one of the others begins with."""
+    counts = range(min(len(text), max(map(len, others), default=0)), 0, -1)
+    return next((n for n in counts if any(o.startswith(text[-n:]) for o in others)), 0)
