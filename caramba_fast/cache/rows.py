@@ -267,7 +267,7 @@ class LayerRows(CachedRows):
         return other
 
     def _resized(self, max_seq_len: int, start: int) -> Self:
-        """A copy with room for ``max_seq_len`` tokens per row and the tokens from ``start`` on, but the same lengths."""
+        """A copy with room for ``max_seq_len`` tokens a row and the tokens from ``start`` on, but the same lengths."""
         other, slots = copy.copy(self), capacity(max_seq_len)
         with torch.inference_mode(False):
             other.streams = {

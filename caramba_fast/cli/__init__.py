@@ -34,6 +34,8 @@ def main() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer says which byte is no text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does what its encoding lacks
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     for name in TALKATIVE:
@@ -41,9 +43,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     try:
         from caramba_fast.cli.app import app  # noqa: PLC0415 - only with the extra
-    except KeyboardInterrupt:
+
+        app()
+    except KeyboardInterrupt:  # before a command has begun
         sys.exit(INTERRUPTED)
-    app()
+    except OSError as error:  # --help and --version are no commands
+        sys.exit(f"caramba-fast: {error.strerror or error}")
 
 
 def _installed(name: str) -> bool:

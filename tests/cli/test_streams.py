@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
+from caramba_fast import cli
 from caramba_fast.cli.models import of_drafts
 
 
@@ -87,6 +91,59 @@ def test_bytes_that_are_no_text_are_named_and_end_no_chat(
     said = f"is no Unicode that can be encoded: character {place} is '\\udcff'".encode()
     assert run.returncode == status and said in run.stderr, run.stderr
     assert command != "chat" or b"tokens held" in run.stderr
+
+
+class Disk(io.BytesIO):
+    """A file on a disk that is full after so many bytes."""
+
+    room = 2**20
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def standard_output(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """That of a call in this process, whose other settings stay."""
+    found = Disk()
+    out = io.TextIOWrapper(found, encoding="ascii", write_through=True)
+    for where, name, value in (
+        (sys, "stdout", out), (cli, "QUIET", {}), (cli, "TALKATIVE", ()), (sys, "argv", ["caramba-fast"])
+    ):  # fmt: skip
+        monkeypatch.setattr(where, name, value)
+    return found
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+@pytest.mark.parametrize("room", [0, 2**20])
+def test_help_and_version_fit_or_one_line_says_that_they_do_not(
+    option: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = standard_output(monkeypatch)
+    disk.room = room
+    sys.argv.append(option)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    if room:
+        assert end.value.code == 0 and b"caramba-fast" in disk.getvalue()
+        sys.stdout.write("\u0394")  # what the encoding lacks is written as its number
+        assert disk.getvalue().endswith(rb"\u0394")
+    else:
+        assert end.value.code == "caramba-fast: No space left on device"
+
+
+def test_ctrl_c_before_a_command_begins_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    standard_output(monkeypatch)
+    monkeypatch.setattr("caramba_fast.cli.app.app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == cli.INTERRUPTED
 
 
 def test_no_share_of_drafts_is_told_where_there_were_none() -> None:
