@@ -242,12 +242,13 @@ class CacheTensor:
     def narrow_tail(self, end: Tensor) -> None:
         """Returns to the ring of normal size; ``end`` (B,) is the number of tokens held now."""
         if self._wide is not None:
-            self.last_view, self.tail, self._wide = None, self._wide.narrowed(end), None
+            # In one call: an interrupt comes before or after it.
+            vars(self).update(last_view=None, tail=self._wide.narrowed(end), _wide=None)
 
     def drop_wide_tail(self) -> None:
         """Returns to the ring as it was before `widen_tail`."""
         if self._wide is not None:
-            self.last_view, self.tail, self._wide = None, self._wide.ring, None
+            vars(self).update(last_view=None, tail=self._wide.ring, _wide=None)
 
     def replace_sides(self, tail: Tensor | None, sink: Tensor | None) -> None:
         """Replaces the ring and the sinks."""

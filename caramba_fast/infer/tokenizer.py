@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ def text_after(
     A character that begins in ``before`` belongs to the ids that complete it.
     """
     head, whole = decode(list(before)), decode([*before, *ids])
-    if not whole.startswith(head):
-        head = head.rstrip("\ufffd")
-    return whole[len(head) :] if whole.startswith(head) else decode(list(ids))
+    same = len(commonprefix([head, whole]))  # noqa: RUF071 - of characters, as is meant here
+    return whole[same:] if head[same:].strip("\ufffd") == "" else decode(list(ids))
 
 
 class TextWriter:
