@@ -48,7 +48,10 @@ def main() -> None:
     except KeyboardInterrupt:  # before a command has begun
         sys.exit(INTERRUPTED)
     except OSError as error:  # --help and --version are no commands
-        sys.exit(f"caramba-fast: {error.strerror or error}")
+        from caramba_fast.cli.options import show_error  # noqa: PLC0415 - as above
+
+        show_error(error)
+        sys.exit(1)
 
 
 def _installed(name: str) -> bool:

@@ -118,7 +118,7 @@ def standard_output(monkeypatch: pytest.MonkeyPatch) -> Disk:
 @pytest.mark.parametrize("option", ["--version", "--help"])
 @pytest.mark.parametrize("room", [0, 2**20])
 def test_help_and_version_fit_or_one_line_says_that_they_do_not(
-    option: str, room: int, monkeypatch: pytest.MonkeyPatch
+    option: str, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = standard_output(monkeypatch)
     disk.room = room
@@ -130,7 +130,8 @@ def test_help_and_version_fit_or_one_line_says_that_they_do_not(
         sys.stdout.write("\u0394")  # what the encoding lacks is written as its number
         assert disk.getvalue().endswith(rb"\u0394")
     else:
-        assert end.value.code == "caramba-fast: No space left on device"
+        assert end.value.code == 1
+        assert capsys.readouterr().err == "caramba-fast: No space left on device\n"
 
 
 def test_ctrl_c_before_a_command_begins_ends_without_a_word(
