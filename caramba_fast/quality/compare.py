@@ -37,7 +37,7 @@ VALUES = 2**16
 _PIECE, _PIECE_ON_ACCELERATOR = 2**17, 2**24
 #: Lower bound of log probabilities: a token with -inf in both distributions would have a difference of nan.
 _LEAST_LOG_P = -1e30
-#: Bounds of log(q / p), so that its exponential is finite; exceeded only where p is 0 in float32.
+#: Bounds of log(q / p), so that its exponential is finite.
 _LEAST_LOG_RATIO, _MOST_LOG_RATIO = -1e4, 80.0
 
 
@@ -322,16 +322,20 @@ class _Reference:
         """Scores of a slice of positions.
 
         With d = log(q / p), KL is computed as Σ p (exp(d) - 1 - d), since Σ p = Σ q = 1. No term is negative, and an
-        error in a normalization constant enters only squared, so that tiny KLs are exact too.
+        error in a normalization constant enters only squared, so that tiny KLs are exact too. Where d is beyond its
+        bound, p exp(d) is q itself.
         """
         x = logits[self.rows[span], self.columns[span]].to(torch.float32)
         targets, p = self.targets[span], self.p[span]
         total = x.logsumexp(-1, keepdim=True)
         nll = (total - x.gather(-1, targets[:, None]))[:, 0]
         top = x.argmax(-1)
-        ratio = x.sub_(total).sub_(self.log_p[span]).clamp_(_LEAST_LOG_RATIO, _MOST_LOG_RATIO)
-        change = torch.expm1(ratio)
+        ratio = x.sub_(total) - self.log_p[span]
+        beyond = ratio.amax() > _MOST_LOG_RATIO and ratio > _MOST_LOG_RATIO
+        change = torch.expm1(ratio.clamp_(_LEAST_LOG_RATIO, _MOST_LOG_RATIO))
         kl = torch.linalg.vecdot(p, torch.sub(change, ratio, out=ratio))
+        if isinstance(beyond, Tensor):
+            kl += ((x.exp() - p * change) * beyond).sum(-1)
         accept = 1 + torch.linalg.vecdot(p, change.clamp_(max=0))
         same, correct = (top == self.top[span]).float(), (top == targets).float()
         return torch.stack((nll, kl, accept, same, correct))
