@@ -106,8 +106,8 @@ def common_problems(
 
 
 def group_of(views: Iterable[KVView]) -> int:
-    """Tokens of a layer that are read from the tail together: the least common multiple of the streams' groups."""
-    return math.lcm(*(view.group for view in views))
+    """Tokens of a layer read from the tail together: the largest of the groups, which are powers of two."""
+    return max(view.group for view in views)
 
 
 @dataclass(frozen=True)

@@ -431,7 +431,8 @@ def test_opcheck():
     )  # fmt: skip
 
 
-def test_a_step_compiles_whole():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_step_compiles_whole(dynamic):
     k, v = views()
 
     def step(q, new, start):
@@ -440,5 +441,7 @@ def test_a_step_compiles_whole():
 
     start = torch.tensor([40, 31], dtype=torch.int32)
     q, new = torch.randn(2, 4, 1, 64), torch.randn(2, 2, 1, 64)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, new, start)
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")(
+        q, new, start
+    )
     torch.testing.assert_close(compiled, step(q, new, start))
