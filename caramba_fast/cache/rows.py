@@ -18,7 +18,13 @@ from caramba_fast.cache.interface import AttentionLimits, CachedRows
 from caramba_fast.cache.lengths import RowLengths, TailKeeper
 from caramba_fast.cache.pages import PageTable
 from caramba_fast.cache.plans import LayerPlans
-from caramba_fast.cache.state import contradictions, mismatches, on_device, without_constants
+from caramba_fast.cache.state import (
+    contradictions,
+    deepcopied,
+    mismatches,
+    on_device,
+    without_constants,
+)
 from caramba_fast.cache.stream import ALL, CacheTensor, capacity
 from caramba_fast.config.kvcache import ring_size
 
@@ -67,6 +73,8 @@ class LayerRows(CachedRows):
         self._widened_from: list[int] = []  # the lengths before them
         self._begun_padded: bool | None = None  # whether sinks begin after a leftpad, if known
         vars(self).update(streams)  # each by its name
+
+    __deepcopy__ = deepcopied
 
     @property
     def nbytes(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +13,21 @@ from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config.files import shown
 from caramba_fast.config.kvcache import REMOVED, KVCacheTensorConfig, ring_size
 
+T = TypeVar("T")
+
 #: Keys of a stream's state.
 _STREAM = ("head_dim", "config", "codes", "scales", "tail", "sink")
 #: A key that earlier versions also saved: the basis of a stream, with constants that this version does not read.
 _TRANSFORM = "transform"
+
+
+def deepcopied(cache: T, memo: dict[int, Any]) -> T:
+    """``__deepcopy__`` of caches: the copy can be used outside of the inference mode it is made in, as they can."""
+    made: T = type(cache).__new__(type(cache))
+    memo[id(cache)] = made
+    with torch.inference_mode(False):
+        vars(made).update(copy.deepcopy(vars(cache), memo))
+    return made
 
 
 def without_constants(state: Any) -> Any:

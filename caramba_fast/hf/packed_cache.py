@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from caramba_fast.cache.state import deepcopied
 from caramba_fast.hf.cache_state import load_state, move_stock, state_of
 from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
 from caramba_fast.hf.compat import EMPTY, query_length
@@ -130,12 +130,7 @@ class StoringCache(PackedCache):
         super().reorder_cache(beam_idx)
         self._move_starts(beam_idx)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StoringCache:
-        """A copy that can be used outside of the inference mode it is made in, as the cache can."""
-        made = memo[id(self)] = type(self).__new__(type(self))
-        with torch.inference_mode(False):
-            vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+    __deepcopy__ = deepcopied
 
     def _move_starts(self, index: Tensor) -> None:
         leftpad = self.common.leftpad

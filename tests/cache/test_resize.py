@@ -289,3 +289,16 @@ def test_queries_that_are_not_the_newest(spec: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="T from 1"):
         layer.attend(q, before=-1)
+
+
+def test_a_copy_made_in_inference_mode_is_used_outside_of_it():
+    cache = LayerKVCache(1, 64, 64, 64, n_kv_heads=2, **cache_configs("q4"))
+    x = torch.randn(1, 2, 9, 32)
+    cache.append(x, x)
+    with torch.inference_mode():
+        made = copy.deepcopy(cache)
+    for held in (made, cache):
+        held.append(x[:, :, :1], x[:, :, :1])
+    assert torch.equal(made.attend(x[:, :, :1]), cache.attend(x[:, :, :1]))
+    made.append(x[:, :, :1], x[:, :, :1])
+    assert (made.pos, cache.pos) == (11, 10)
