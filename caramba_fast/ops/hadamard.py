@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from caramba_fast.ops.registry import autocast_off
+
 
 def rotated(x: Tensor, rotate: bool) -> Tensor:
     """Transforms x (..., D) to the stored basis or back: `hadamard` if ``rotate``, else x itself."""
@@ -24,12 +26,13 @@ def hadamard(x: Tensor) -> Tensor:
     product: on a CPU a fast transform in torch ops costs more in calls than it saves.
     """
     key = (x.shape[-1], x.dtype, x.device)
-    if type(x) is not Tensor:  # tracing: do not cache the matrix
-        return torch.matmul(x, hadamard_matrix(*key))
-    if key not in _matrices:
-        with torch.inference_mode(False):  # autograd cannot save inference tensors
-            _matrices[key] = hadamard_matrix(*key)
-    return torch.matmul(x, _matrices[key])
+    with autocast_off(x.device):
+        if type(x) is not Tensor:  # tracing: do not cache the matrix
+            return torch.matmul(x, hadamard_matrix(*key))
+        if key not in _matrices:
+            with torch.inference_mode(False):  # autograd cannot save inference tensors
+                _matrices[key] = hadamard_matrix(*key)
+        return torch.matmul(x, _matrices[key])
 
 
 _matrices: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}

@@ -12,6 +12,7 @@ and its code runs: set it only to a file you would run, and let no user of a ser
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -176,6 +177,26 @@ def define(name: str, schema: str) -> Callable[..., Any]:
     return found
 
 
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context in which `torch.autocast` does not change the dtypes of torch's own ops on ``device``."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """``reference`` in the dtypes of its arguments, as the other backends are."""
+
+    @functools.wraps(reference)
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        with autocast_off(device):
+            return reference(*args, **kwargs)
+
+    return exact
+
+
 def register(
     name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> Op:
@@ -184,6 +205,7 @@ def register(
     ``fake`` maps fake inputs to fake outputs (shapes, strides and dtypes) for tracing.
     """
     overload: Any = define(name, schema)
+    reference = _without_autocast(reference)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
