@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caramba_fast.formats import NF4_LEVELS, PACKED_TOGETHER, Format
 from caramba_fast.ops import checks
+from caramba_fast.ops.gradients import result_of
 from caramba_fast.ops.quantize import low_masks
 from caramba_fast.ops.registry import register
 
@@ -81,6 +82,7 @@ def dequantize(
         (..., head_dim) of ``dtype``.
 
     Raises:
+        RuntimeError: in a backward pass through the result; the op has no derivative.
         TypeError, ValueError: dtypes or shapes that do not match.
     """
     form = checks.quantized_kind(kind)
@@ -93,4 +95,5 @@ def dequantize(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16")
     checks.same_device(codes=codes, scales=scales)
-    return op(codes, scales, form.name, head_dim, dtype)
+    found: Tensor = op(codes, scales, form.name, head_dim, dtype)
+    return result_of("dequantize", found, scales)

@@ -29,6 +29,7 @@ from caramba_fast.formats import (
     resolve,
 )
 from caramba_fast.ops import checks
+from caramba_fast.ops.gradients import result_of
 from caramba_fast.ops.registry import register
 
 SCHEMA = '(Tensor x, str kind, int block, str fit="amax") -> (Tensor codes, Tensor scales)'
@@ -281,6 +282,7 @@ def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tup
     Raises:
         TypeError: ``x`` is not a tensor of an allowed dtype.
         ValueError: an unknown or unquantized kind or fit, or a block that does not divide dim.
+        RuntimeError: in a backward pass through the scales; the op has no derivative.
     """
     form = checks.quantized_kind(kind)
     checks.float_tensor("x", x)
@@ -296,4 +298,5 @@ def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tup
     else:
         check_block(x.shape[-1], block)
     _encoder(fit)
-    return op(x, form.name, block, fit)
+    codes, scales = op(x, form.name, block, fit)
+    return codes, result_of("quantize", scales, x)

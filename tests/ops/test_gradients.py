@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from caramba_fast import ops
 from caramba_fast.cache import LayerKVCache, ModelKVCache
@@ -42,6 +43,11 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     ),
     "merge_state": lambda x: ops.merge_state(x, x[..., 0], X, X[..., 0]),
     "apply_rotary_emb": lambda x: ops.apply_rotary_emb(x, x, X[0], X[0]),
+    "quantize": lambda x: ops.quantize(x, "q8")[1:] * 2,
+    "dequantize": lambda x: (
+        (ops.dequantize(torch.ones(1, 1, 1, 32, dtype=torch.int8), x[..., :1].half(), "q8", 32),)
+        * 2
+    ),
     "attention over a packed cache": stored,
 }
 
@@ -57,6 +63,25 @@ def test_a_backward_pass_raises(name: str, backend: str) -> None:
         with torch.no_grad():
             assert not CALLS[name](X.clone().requires_grad_())[0].requires_grad
         assert not CALLS[name](X)[0].requires_grad
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "cpp"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_derivative_raises_even_under_no_grad(name: str, backend: str) -> None:
+    said = pytest.raises(RuntimeError, match=f"{name.removesuffix(SINKS)} has no derivative")
+    with use_backend(backend), torch.no_grad():
+        with said:
+            torch.func.jvp(CALLS[name], (X,), (X,))
+        with forward_ad.dual_level():
+            with said:
+                CALLS[name](forward_ad.make_dual(X, X))
+            CALLS[name](X)  # nothing goes through this one
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_of_functions_says_so_too(name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name.removesuffix(SINKS)} has no derivative"):
+        torch.func.grad(lambda x: CALLS[name](x)[0].sum())(X)
 
 
 @pytest.mark.parametrize(
