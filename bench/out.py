@@ -6,10 +6,14 @@ Nobody chose the name of the JSON file, so it records its command and only ever 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from caramba_fast.writing import check_replaceable, replacing
 
 #: Columns every table has.
 MARKS = {b"threads", b"commit", b"source"}
@@ -38,25 +42,32 @@ def check_out(tables: Iterable[Path | None], *, force: bool, command: str | None
             raise ValueError(
                 f"--out is {table}; the details go there, and the table needs another name"
             )
-        _check(table, "no table of benchmarks", _is_table, force)
+        check_replaceable(table, "table of benchmarks", _is_table, force=force)
         if command is not None:
-            _check(details, f"not of {command}", lambda path: _wrote(path) == command, force)
+            of_command = f"result of {command}"
+            check_replaceable(details, of_command, lambda x: _wrote(x) == command, force=force)
 
 
 def write_details(table: Path, command: str, content: Mapping[str, Any]) -> None:
     """Writes the details of ``command`` beside its table."""
     text = json.dumps({"command": command, **content}, indent=1)
-    table.with_suffix(".json").write_text(f"{text}\n", encoding="utf-8")
+    write_text(table.with_suffix(".json"), f"{text}\n")
 
 
-def _check(path: Path, what_not: str, is_one: Callable[[Path], bool], force: bool) -> None:
-    """As `caramba_fast.config.files.check_replaceable`, without pydantic, which some machines lack."""
-    if path.is_dir():
-        raise FileExistsError(f"{path} is a folder; the name of a file is needed")
-    if not force and path.exists() and path.stat().st_size and not is_one(path):
-        raise FileExistsError(
-            f"{path} exists and is {what_not}: it is not replaced; give another name, or --force"
-        )
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a CSV; what was there stays until all rows are on the disk. Other keys of a row are left out."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file as a whole, and the folder it is in if that is missing; OSError names the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _is_table(path: Path) -> bool:

@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from support.plans import any_plan
 from typer.testing import CliRunner
 
+from caramba_fast import writing
 from caramba_fast.cli.app import app
-from caramba_fast.config import files
-from caramba_fast.config.files import check_replaceable, replacing
 from caramba_fast.manifest import ManifestError, prepare
 from caramba_fast.manifest.load import read_manifest
 from caramba_fast.manifest.schema import write_json
@@ -33,6 +32,7 @@ from caramba_fast.policy.plan_file import PlanFile, PlanFileError
 from caramba_fast.quality import CacheQuality, QualityReport
 from caramba_fast.quality.report import is_report, is_table
 from caramba_fast.quality.store import ScoreStore
+from caramba_fast.writing import check_replaceable, replacing
 
 PRECIOUS = b"nobody may replace this " * 40
 
@@ -116,7 +116,7 @@ def test_the_error_says_what_the_system_said(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(writing.os, "fsync", full)
     with pytest.raises(OSError, match=r"cannot write .*new: No space left.*untouched") as caught:
         _written(tmp_path / "new", b"1")
     assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
@@ -141,7 +141,7 @@ def test_an_interrupt_leaves_no_temporary(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys, time
-from caramba_fast.config.files import replacing
+from caramba_fast.writing import replacing
 with replacing(sys.argv[1]) as stream:
     print("holds", flush=True)
     time.sleep(60)
@@ -167,7 +167,7 @@ def test_only_what_dead_writers_left_is_removed(
         (tmp_path / ".other.1-ab.part").write_bytes(b"x")
         _written(path, b"too early")
         assert len(list(tmp_path.glob(".kept.*-*.part"))) == 2, "they are not old yet"
-        old = time.time() - 2 * files.STALE
+        old = time.time() - 2 * writing.STALE
         for file in tmp_path.glob(".*"):
             os.utime(file, (old, old))
         _written(path, b"new")

@@ -285,11 +285,11 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 #: Readers of what is not handed to users by strangers, or that only hand text on.
 TRUSTED = {
-    "config/files.py:read_json", "config/files.py:parse_json",  # what the others go through
+    "config/files.py:read_json", "config/files.py:parse_json", "config/files.py:read_at_most",  # what others go through
     "models/demos.py:with_delta", "models/demos.py:held_out_text",  # parts of the package itself
     "policy/plan.py:processor", "quality/plot.py:is_plot",  # the system's; some bytes of a file
     "manifest/prepare.py:_prompts", "cli/quality.py:read_text",  # text, which is a prompt
-    "config/files.py:_remove_stale", "config/files.py:replacing",
+    "writing.py:_remove_stale", "writing.py:replacing",
     "cli/__init__.py:main",  # the null device
 }  # fmt: skip
 READS = {

@@ -9,14 +9,12 @@ rounds; a ratio is the median over rounds.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
-from caramba_fast.bench.out import add_out, check_out
+from caramba_fast.bench.out import add_out, check_out, write_table
 
 # Models and caches need pydantic; `report` makes the page without it.
 if TYPE_CHECKING:
@@ -245,10 +243,23 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _check(chosen: argparse.Namespace) -> None:
+    """Raises ValueError for what would fail in the middle of measuring, or after a limit of time unseen."""
+    from caramba_fast.config import cache_configs  # noqa: PLC0415 - see the top
+
+    for name, least in (("contexts", PROMPT), ("batches", 1), ("head_dims", 1), ("rounds", 1)):
+        given = getattr(chosen, name)
+        if any(x < least for x in (given if isinstance(given, (list, tuple)) else [given])):
+            raise ValueError(f"{name} is {given}; {least} or more is allowed")
+    for kind in chosen.kinds:
+        cache_configs(kind)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     started, chosen = time.monotonic(), _arguments(argv)
     check_out([chosen.out], force=chosen.force)
+    _check(chosen)
     torch.set_num_threads(chosen.threads or torch.get_num_threads())
     about = environment(torch.device("cpu"))
     rows: list[Row] = []
@@ -268,17 +279,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(lines if index == 0 else lines[2:]), flush=True)
         rows += [{**row, **about} for row in found]
         if chosen.out:
-            write(rows, chosen.out)
+            write_table(chosen.out, COLUMNS, rows)
     return 0
-
-
-def write(rows: Sequence[Row], path: Path) -> None:
-    """Writes all rows so far."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

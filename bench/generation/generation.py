@@ -21,9 +21,9 @@ from torch import Tensor
 from caramba_fast.bench.environment import details, environment
 from caramba_fast.bench.generation import generation_bytes, generation_overhead
 from caramba_fast.bench.kernels.timing import ratio
-from caramba_fast.bench.out import check_out, write_details
+from caramba_fast.bench.out import check_out, write_details, write_table
 from caramba_fast.bench.pages import generation_page
-from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.bench.pages.sections import add_targets, finish, results_at
 from caramba_fast.infer import Generator
 from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
 
@@ -167,7 +167,7 @@ def _measure(given: argparse.Namespace, paths: dict[str, Path]) -> None:
             columns, beside[part] = generation_overhead.COLUMNS, {"profile": profile}
         for row in rows:
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        write_csv(paths[part], columns, [{**row, **about} for row in rows])
+        write_table(paths[part], columns, [{**row, **about} for row in rows])
         content = {"environment": details(device), "load": os.getloadavg()[0], **beside[part]}
         write_details(paths[part], COMMAND, content)
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
-from caramba_fast.bench.out import check_out
+from caramba_fast.bench.out import check_out, write_table
 from caramba_fast.bench.pages.hf_page import FILE, PAGE, PART, lines_of
-from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.bench.pages.sections import add_targets, finish, results_at
 from caramba_fast.hf import CarambaCache, accelerate, restore
 from caramba_fast.hf.compat import CACHE
 
@@ -250,7 +250,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
             measure(model, entries, rounds, budget)
             found = rows_of(kv_heads, dtype, context, entries)
             rows += found
-            write_csv(path, COLUMNS, rows)
+            write_table(path, COLUMNS, rows)
             for row in found:
                 print(
                     *(row[name] for name in COLUMNS[:4]),

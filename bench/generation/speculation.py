@@ -25,8 +25,8 @@ from caramba_fast.bench.generation.jackknife import points_apart, ratio_interval
 from caramba_fast.bench.generation.speculation_forced import forced
 from caramba_fast.bench.generation.speculation_prompts import KINDS, prompts
 from caramba_fast.bench.kernels.timing import quantile
-from caramba_fast.bench.out import BESIDE, check_out, write_details
-from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.bench.out import BESIDE, check_out, write_details, write_table
+from caramba_fast.bench.pages.sections import add_targets, finish, results_at
 from caramba_fast.bench.pages.speculation_page import lines
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.models import Transformer, demo_tokenizer, load_demo
@@ -233,7 +233,7 @@ def _measure_all(given: argparse.Namespace, path: Path) -> None:
             print(f"{kind:7} {mode:8} {row['cache']:4} {row['draft']:20} acceptance {row['acceptance']:.3f} "
                   f"{row['tokens_per_pass']:.2f} a pass, {row['speedup']:.2f}x", flush=True)  # fmt: skip
         done += found
-        write_csv(path, COLUMNS, done)
+        write_table(path, COLUMNS, done)
         content |= {"load": os.getloadavg()[0], "runs": differences(kept, listed)}
         write_details(path, COMMAND, content)
 

@@ -31,6 +31,7 @@ from caramba_fast.bench.kernels.loop import NARROWEST_LOAD, allocations, main_lo
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.variant import Variant
 from caramba_fast.bench.kernels.variants import variants
+from caramba_fast.bench.out import write_table
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
 from caramba_fast.kernels.occupancy import Multiprocessor, resident
 
@@ -390,9 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.out is None:
         write_csv(sys.stdout, measured)
     else:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        with chosen.out.open("w", newline="") as file:
-            write_csv(file, measured)
+        write_table(chosen.out, [column.name for column in fields(Row)], measured)
     found = [problem for row in table for problem in problems(row, recorded)]
     for problem in found:
         print(f"aot: {problem}", file=sys.stderr)

@@ -33,6 +33,7 @@ from triton.backends.driver import DriverBase
 from caramba_fast import sharing
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.shards import Shard
+from caramba_fast.bench.out import write_text
 from caramba_fast.ops import registry
 from caramba_fast.ops.apply_rotary_emb import rotary_op
 
@@ -362,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     text = json.dumps(found, indent=1)
     print(text)
     if given.out is not None:
-        given.out.write_text(text + "\n", "utf-8")
+        write_text(given.out, text + "\n")
     return 0 if all(case["same"] and case["kept"] for case in cases.values()) else 1
 
 

@@ -9,7 +9,6 @@ measure as well.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -21,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+
+from caramba_fast.bench.out import write_table
 
 #: (query heads, kv heads, values of a head), tokens cached, query tokens.
 SHAPES = tuple(product(((32, 8, 128), (14, 2, 64)), (512, 4096, 32768), (1, 8)))
@@ -148,10 +149,7 @@ def main() -> None:
         for row in found:
             print(*row.values(), flush=True)
     if arguments.out:
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_table(arguments.out, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba_fast.bench.kernels.predict import Prediction
-from caramba_fast.bench.out import write_details
+from caramba_fast.bench.out import write_details, write_table
 
 #: Written into the details beside the CSV.
 COMMAND = "kernels.run"
@@ -40,11 +40,12 @@ def read(path: Path) -> list[dict[str, str]]:
 
 @dataclass
 class Table:
-    """Rows of one run, kept in memory and appended to a file, if any."""
+    """Rows of one run, kept in memory and written to a file, if any, after each case."""
 
     path: Path | None
     environment: dict[str, str]
     rows: list[Row] = field(default_factory=list)
+    details: dict[str, object] = field(default_factory=dict)
 
     def start(self, details: dict[str, object], resume: bool) -> set[str]:
         """Begins the file, or resumes one of the same source; returns the cases it already has."""
@@ -56,11 +57,8 @@ class Table:
             for row in (read(self.path) if resume else [])
             if all(row.get(name, "") == value for name, value in wanted.items())
         ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_details(self.path, COMMAND, details)
-        with self.path.open("w", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
-        self.add(earlier)
+        self.details = details
+        self.rows += earlier
         return {row["case"] for row in earlier}
 
     def add(self, rows: list[Row]) -> None:
@@ -68,6 +66,5 @@ class Table:
         self.rows += rows
         if self.path is None:
             return
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-            writer.writerows({name: row.get(name) for name in COLUMNS} for row in rows)
+        write_table(self.path, COLUMNS, self.rows)
+        write_details(self.path, COMMAND, self.details)

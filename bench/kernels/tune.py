@@ -11,7 +11,6 @@ the same GPU use the chosen settings (`kernels.tuned`).
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.kernels.timing import interleaved, quantile
 from caramba_fast.bench.kernels.workloads import workload
+from caramba_fast.bench.out import write_table
 from caramba_fast.kernels import splits_launch
 from caramba_fast.kernels.splits import Overheads, Room, load
 from caramba_fast.kernels.tiles_layout import Settings
@@ -329,15 +329,8 @@ def main(argv: list[str] | None = None) -> int:
                 if row.default or row.chosen:
                     print(row, flush=True)
             if rows and chosen.out is not None:
-                _write(chosen.out, table)
+                write_table(chosen.out, [*table[0]], table)
     return int(failed > 0)
-
-
-def _write(path: Path, table: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
 
 
 if __name__ == "__main__":

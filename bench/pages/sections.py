@@ -6,7 +6,6 @@ Benchmarks print the parts they would write; with ``--publish`` they rewrite res
 from __future__ import annotations
 
 import argparse
-import csv
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,15 +65,6 @@ def left_out(rows: Iterable[Mapping[str, Any]], name: Callable[[Any], str]) -> l
         for one, times in missing.items()
     ]
     return ["", f"Left out, as they could not run where this was measured: {', '.join(names)}."]
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes all rows so far."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def add_targets(parser: argparse.ArgumentParser, out: str) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from caramba_fast.bench.environment import details, environment
 from caramba_fast.bench.kernels.timing import ROUNDS
-from caramba_fast.bench.out import BESIDE, add_out, check_out, write_details
+from caramba_fast.bench.out import BESIDE, add_out, check_out, write_details, write_table
 from caramba_fast.bench.pages import peers_page
-from caramba_fast.bench.pages.sections import RESULTS, finish, write_csv
+from caramba_fast.bench.pages.sections import RESULTS, finish
 from caramba_fast.bench.peers import ggml_library
 from caramba_fast.bench.peers.measure import Row, measure
 from caramba_fast.bench.peers.problem import GRIDS
@@ -86,7 +86,7 @@ def run(given: argparse.Namespace, out: Path | None) -> list[Row]:
         rows += found
         print("\n".join(peers_page.summary(found)), flush=True)
         if out is not None:
-            write_csv(out, COLUMNS, rows)
+            write_table(out, COLUMNS, rows)
             done = {"grid": grid, "measured": index + 1, "shapes": len(shapes)}
             facts = {**details(torch.device("cpu")), **done, "peers": versions()}
             write_details(out, COMMAND, facts)

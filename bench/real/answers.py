@@ -20,10 +20,11 @@ from caramba_fast.bench.real.kivi import with_kivi
 from caramba_fast.bench.real.specs import KIVI
 from caramba_fast.cli.quality import Subject
 from caramba_fast.config import cache_configs
-from caramba_fast.config.files import read_json, replacing
+from caramba_fast.config.files import read_json
 from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.quality import cached_forward
 from caramba_fast.quality.identity import digest_of
+from caramba_fast.writing import replacing
 
 Tokens = list[int]
 #: Rows decoded together.

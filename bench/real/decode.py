@@ -37,8 +37,8 @@ from caramba_fast.bench.generation.decode_model import lengthen
 from caramba_fast.bench.kernels.parity import described
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.timing import quantile, ratio
+from caramba_fast.bench.out import write_table
 from caramba_fast.bench.pages.real_decode_page import DECODE, FIRST_TOKEN
-from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real.first_token import first_tokens
 from caramba_fast.bench.real.fitting import Attempt, Running, in_groups
 from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
@@ -366,7 +366,7 @@ def main() -> None:
                 continue
             for part in decode(name, contexts, dtype, rounds, budget, args.peers_most, args.device):
                 rows += part
-                write_csv(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)
+                write_table(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)
                 for row in part:
                     print(
                         *(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from caramba_fast.bench.pages.sections import write_csv
+from caramba_fast.bench.out import write_table
 from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
 from caramba_fast.bench.real.llama_cpp import LlamaCpp
 from caramba_fast.bench.real.models import SOURCES, gguf_file, model_folder, title
@@ -72,7 +72,7 @@ def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> N
                 }
             )  # fmt: skip
             print(*(rows[-1][column] for column in COLUMNS[2:10]), flush=True)
-        write_csv(path, COLUMNS, rows)
+        write_table(path, COLUMNS, rows)
 
 
 def _median(samples: Sequence[dict[str, float]], name: str) -> float:

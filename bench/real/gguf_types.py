@@ -19,8 +19,8 @@ import torch
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
+from caramba_fast.bench.out import write_table
 from caramba_fast.bench.pages.real_decode_page import GGUF_TYPES
-from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real import decode
 from caramba_fast.bench.real.llama_cpp import LlamaCpp
 from caramba_fast.bench.real.models import (
@@ -127,7 +127,7 @@ def main() -> None:
                 print(*(row[column] for column in COLUMNS[1:9]), flush=True)
         except FetchError as error:
             parser.exit(1, f"{name}: {error}\n")
-        write_csv(args.out / f"{file_name(name)}{GGUF_TYPES}", COLUMNS, rows)
+        write_table(args.out / f"{file_name(name)}{GGUF_TYPES}", COLUMNS, rows)
 
 
 if __name__ == "__main__":

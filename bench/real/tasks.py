@@ -29,7 +29,7 @@ from caramba_fast.bench.real.study import RUNS, add_options, file_name, out_fold
 from caramba_fast.bench.real.text import TextError
 from caramba_fast.cli.quality import load_subject
 from caramba_fast.config import cache_configs
-from caramba_fast.config.files import replacing
+from caramba_fast.writing import replacing
 
 Figures = dict[str, Any]
 Task = Callable[[AnswerStore, str, bool], Figures]

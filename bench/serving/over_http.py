@@ -27,8 +27,9 @@ import torch
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile
+from caramba_fast.bench.out import write_table
 from caramba_fast.bench.pages.http_page import FILE, PAGE, PART, lines_of
-from caramba_fast.bench.pages.sections import add_targets, measured, write_csv
+from caramba_fast.bench.pages.sections import add_targets, measured
 from caramba_fast.bench.real.models import model_folder, title
 from caramba_fast.bench.serving.http_servers import (
     Server,
@@ -230,7 +231,7 @@ def measure(given: argparse.Namespace, path: Path) -> None:
         "threads": torch.get_num_threads(), "load_average": f"{os.getloadavg()[0]:.1f}",
         **environment(torch.device("cpu")),
     }  # fmt: skip
-    write_csv(path, COLUMNS, [{**row, **about} for row in rows_of(found)])
+    write_table(path, COLUMNS, [{**row, **about} for row in rows_of(found)])
 
 
 def rows_of(found: dict[str, list[Taken]]) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from caramba_fast.bench.environment import environment
-from caramba_fast.bench.pages.sections import add_targets, measured, write_csv
+from caramba_fast.bench.out import write_table
+from caramba_fast.bench.pages.sections import add_targets, measured
 from caramba_fast.bench.pages.serve_page import FILE, PAGE, PART, lines_of
 from caramba_fast.bench.serving.serve_load import CONCURRENCY, Run, arrivals, load
 from caramba_fast.bench.serving.serve_room import FULL_REQUESTS, SEEDS, STEPS, room
@@ -106,7 +107,7 @@ class Results:
     def add(self, rows: Iterable[Row]) -> None:
         """Adds rows."""
         self.rows += [{**row, **self.about} for row in rows]
-        write_csv(self.path, COLUMNS, self.rows)
+        write_table(self.path, COLUMNS, self.rows)
 
 
 def measure(given: argparse.Namespace, path: Path) -> None:

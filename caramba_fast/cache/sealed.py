@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from caramba_fast.config.files import parse_json, replacing, shown
+from caramba_fast.config.files import parse_json, shown
+from caramba_fast.writing import check_regular, replacing
 
 #: The only key of the metadata. Its value is JSON that begins with the checksum, so that it can be located.
 KEY = "caramba_fast"
@@ -92,6 +93,7 @@ def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
         SealedFileError: another kind of file, a newer version, a truncated file, or any changed bit.
         OSError: it cannot be read.
     """
+    check_regular(Path(path))
     data = Path(path).read_bytes()
     try:
         return _opened(data, what, version)

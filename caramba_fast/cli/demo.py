@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 
 from caramba_fast.cache import DecoupledLayerShape, LayerShape
 from caramba_fast.cli.long_context import missing, run_long_context
-from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer import GenerationMetrics, Generator
 from caramba_fast.models import Transformer, demo_path, demo_tokenizer, held_out_text, load_demo
 from caramba_fast.ops import backends
@@ -33,6 +32,7 @@ from caramba_fast.quality import (
 )
 from caramba_fast.quality.plot import check_plot, is_plot
 from caramba_fast.quality.text import cut_windows
+from caramba_fast.writing import check_replaceable
 
 #: Demo model -> its description and the caches it is run with; the first cache is the baseline.
 SHOWN = {

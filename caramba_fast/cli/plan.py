@@ -13,7 +13,6 @@ from rich.table import Table
 from caramba_fast.cli.models import settings_of
 from caramba_fast.cli.quality import DEMO, Subject, begin_token, load_subject, read_text
 from caramba_fast.config import short_name
-from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models.registry import check_device
 from caramba_fast.policy import (
@@ -27,6 +26,7 @@ from caramba_fast.policy.plan import cells
 from caramba_fast.policy.plot import save_plot
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.plot import check_plot, is_plot
+from caramba_fast.writing import check_replaceable
 
 #: Terminal width from which verdicts fit beside the figures.
 _WIDE = 110

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from caramba_fast.cache import DecoupledLayerShape
-from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import (
     LanguageModel,
@@ -40,6 +39,7 @@ from caramba_fast.quality.hard import hard_variants
 from caramba_fast.quality.needles import Tokenizer, token_ids
 from caramba_fast.quality.plot import is_plot, save_plot
 from caramba_fast.quality.report import is_report, is_table
+from caramba_fast.writing import check_replaceable
 
 #: Caches measured by default, for standard and for decoupled attention.
 STANDARD = ("q8", "q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from caramba_fast.cache.sealed import Sealed, SealedFileError, is_sealed, read_sealed, write_sealed
-from caramba_fast.config.files import check_replaceable, explain, shown
+from caramba_fast.config.files import explain, shown
 from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.drafts import Draft, ModelDraft
 from caramba_fast.infer.fields import CacheFields
@@ -36,6 +36,7 @@ from caramba_fast.infer.saved_part import (
 )
 from caramba_fast.infer.stepwise import StepwiseGenerator
 from caramba_fast.models.identity import AdaptersInUse
+from caramba_fast.writing import check_replaceable
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.infer.stopping import row_limits
 from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
@@ -25,6 +24,7 @@ from caramba_fast.manifest.schema import (
 )
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import LOOKUP, check_device, model_folder, sketch
+from caramba_fast.writing import check_replaceable
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,14 @@ from pydantic import (
 )
 
 from caramba_fast import __version__
-from caramba_fast.config.files import read_json, replacing, shown
+from caramba_fast.config.files import read_json, shown
 from caramba_fast.config.names import UNKNOWN, check_truth_values, hint, names_of
 from caramba_fast.config.spec import short_name
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.config import AUTO
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models.registry import LOOKUP
+from caramba_fast.writing import replacing
 
 Name = Annotated[str, Field(min_length=1)]
 #: Prompt of runs that have none.

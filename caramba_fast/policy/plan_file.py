@@ -18,8 +18,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from caramba_fast.config.files import explain, parse_json, replacing, shown
+from caramba_fast.config.files import explain, parse_json, read_at_most, shown
 from caramba_fast.policy.plan import SCHEMA_VERSION, CachePlan, PlanKey
+from caramba_fast.writing import check_regular, replacing
 
 #: Largest file that is read, in bytes; enough for thousands of plans.
 LARGEST = 64 * 2**20
@@ -50,6 +51,7 @@ class PlanFile:
         """
         try:
             self.path.parent.mkdir(exist_ok=True)
+            Path(self._lock.lock_file).touch()  # the lock waits for a folder that cannot have it
             self._lock.acquire()
         except Timeout as error:
             raise PlanFileError(
@@ -105,13 +107,14 @@ class PlanFile:
 
     def _parse(self) -> dict[str, CachePlan]:
         try:
-            if self.path.stat().st_size > LARGEST:
-                raise PlanFileError(_foreign(self.path))
-            text = self.path.read_bytes()
+            check_regular(self.path)
+            text = read_at_most(self.path, LARGEST)
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise PlanFileError(_cannot("read", self.path, error)) from error
+        except ValueError:
+            raise PlanFileError(_foreign(self.path)) from None
         if text[8:9] == b"{" and int.from_bytes(text[:8], "little") < len(text):
             raise PlanFileError(_foreign(self.path))  # safetensors: a model's weights
         try:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caramba_fast.config.files import replacing
 from caramba_fast.quality.figures import CacheQuality, Interval
 from caramba_fast.quality.report import QualityReport
+from caramba_fast.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,10 +36,13 @@ def check_plot(path: str | Path) -> None:
 
     Raises:
         ValueError: the name does not end in .png or .svg.
+        FileNotFoundError: the folder does not exist.
         ModuleNotFoundError: matplotlib is missing (``pip install matplotlib``).
     """
     if Path(path).suffix not in ENDINGS:
         raise ValueError(f"{path} ends in {Path(path).suffix!r}; .png and .svg can be written")
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {Path(path).parent}")
     _check_matplotlib()
 
 

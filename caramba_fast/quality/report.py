@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from caramba_fast.config.files import read_json, replacing, shown
+from caramba_fast.config.files import read_json, shown
 from caramba_fast.quality.figures import CacheQuality, NeedleQuality
+from caramba_fast.writing import replacing
 
 Row = TypeVar("Row", CacheQuality, NeedleQuality)
 #: Exceptions that parsing another kind of file can raise.

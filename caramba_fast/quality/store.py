@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from caramba_fast.config import cache_configs
-from caramba_fast.config.files import read_json, replacing, shown
+from caramba_fast.config.files import read_json, shown
 from caramba_fast.quality.compare import Scores
 from caramba_fast.quality.identity import digest_of
 from caramba_fast.quality.text import Batch
+from caramba_fast.writing import replacing
 
 MANIFEST = "manifest.json"
 #: Digest of a model's configuration. Folders of earlier versions lack it and are accepted without it.

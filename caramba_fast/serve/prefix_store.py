@@ -28,11 +28,11 @@ from torch import Tensor
 
 from caramba_fast.cache import PageBytes, PagePool
 from caramba_fast.cache.sealed import SealedFileError, read_sealed, sealed
-from caramba_fast.config.files import replacing
 from caramba_fast.models.identity import model_digest
 from caramba_fast.serve.block_pool import Content, SharedPages
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.request import PagedSequence, is_salted
+from caramba_fast.writing import replacing
 
 LOG = logging.getLogger("caramba_fast.serve")
 #: Version 2 may divide the bits of a q4_channel byte unevenly between its two channels; 1 (4 bits each) is read alike.

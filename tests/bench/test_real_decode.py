@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from caramba_fast.bench.kernels.table import read
+from caramba_fast.bench.out import write_table
 from caramba_fast.bench.pages import real_decode_page, report
-from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real import (
     decode,
     first_token,
@@ -76,12 +76,12 @@ def test_contexts_beyond_the_positions_of_a_model_are_left_out_with_a_line(monke
 def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     folder = tmp_path / "real"
     unknown = {**rows[0], "program": "OpenVINO GenAI", "cache": "f16", "cache_bytes": None}
-    write_csv(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, [*rows, unknown])
+    write_table(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, [*rows, unknown])
     first = {
         "model": "Demo", "prompt": 64, "program": "accelerate", "cache": "q4", "first_token_s": "0.250",
         "vs_dynamic": "1.100", "held_mib": "300", "peak_mib": "321",
     }  # fmt: skip
-    write_csv(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
+    write_table(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
     cost = {"ppl_ratio": [1.25, 1.2, 1.3], "mean_kl": [0.05, 0.04, 0.06], "top1_agreement": [0.9, 0.8, 1.0],
             "acceptance": [0.95, 0.9, 1.0]}  # fmt: skip
     assert real_decode_page.WEIGHTS_TEXT not in "\n".join(real_decode_page.section(folder))
@@ -116,7 +116,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
 
 
 def test_the_page_has_other_programs_by_the_type_of_their_weights(rows, tmp_path):
-    write_csv(tmp_path / f"demo{real_decode_page.DECODE}", decode.COLUMNS, rows)
+    write_table(tmp_path / f"demo{real_decode_page.DECODE}", decode.COLUMNS, rows)
 
     def row(what, program, weights, median, times):
         return {"model": "Demo", "what": what, "tokens": 1024, "program": program, "weights": weights,
@@ -129,7 +129,7 @@ def test_the_page_has_other_programs_by_the_type_of_their_weights(rows, tmp_path
         row("prompt", "Generator", "bfloat16", "1250.0", "1.000"),
         row("prompt", "llama.cpp", "Q4_0, output Q8_0", "2500.0", "0.500"),
     ]
-    write_csv(tmp_path / f"demo{real_decode_page.GGUF_TYPES}", gguf_types.COLUMNS, found)
+    write_table(tmp_path / f"demo{real_decode_page.GGUF_TYPES}", gguf_types.COLUMNS, found)
     page = "\n".join(real_decode_page.section(tmp_path))
     assert "| model | tokens | Generator | llama.cpp Q4_0 | OpenVINO GenAI Q4_0 |" in page
     assert "| Demo | step, 1,024 | 50.0 | 2.00× | 0.50× |" in page

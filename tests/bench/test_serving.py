@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from caramba_fast.bench import out
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages import sections, serve_page
 from caramba_fast.bench.serving import serve, serve_load, serve_room, serve_rows, serve_systems
@@ -234,7 +235,7 @@ def test_what_did_not_run_says_why(tmp_path):
     rows = [
         line(system=serve_systems.ENGINE_HF, cache=c, note="no such thing") for c in ("fp16", "q4")
     ]
-    sections.write_csv(tmp_path / "serve.csv", serve_rows.COLUMNS, rows)
+    out.write_table(tmp_path / "serve.csv", serve_rows.COLUMNS, rows)
     page = "\n".join(serve_page.lines_of(tmp_path / "serve.csv"))
     assert "`Engine` on the transformers model (fp16, q4) did not run: no such thing." in page
 
