@@ -29,16 +29,36 @@ SHOWN = (
 def run_file(path: Path, only: str | None, prompt: str | None, check: bool, *, force: bool) -> None:
     """Reads a manifest and runs it; with ``check``, only checks and lists its runs."""
     console, manifest = Console(), load_manifest(path)
-    with at(str(path)):
-        if check:
-            for ready in prepare(manifest, path.parent, only=only, prompt=prompt, force=force):
-                _list(ready, console)
+    if check:
+        with at(str(path)):
+            listed = list(prepare(manifest, path.parent, only=only, prompt=prompt, force=force))
+        for ready in listed:
+            _list(ready, console)
+        return
+
+    def say(text: str) -> None:
+        try:
+            console.print(escape(text), style="dim", highlight=False)
+        except OSError as error:
+            raise _UnprintedError from error  # which is nothing of the manifest's
+
+    reports = run_manifest(manifest, path.parent, only=only, prompt=prompt, force=force, say=say)
+    unprinted: BaseException | None = None
+    while unprinted is None:
+        try:
+            with at(str(path)):
+                report = next(reports, None)
+        except _UnprintedError as error:
+            unprinted = error.__cause__
+            continue
+        if report is None:
             return
-        for report in run_manifest(
-            manifest, path.parent, only=only, prompt=prompt, force=force,
-            say=lambda text: console.print(escape(text), style="dim", highlight=False),
-        ):  # fmt: skip
-            _show(report, console)
+        _show(report, console)
+    raise unprinted
+
+
+class _UnprintedError(Exception):
+    """Standard output takes nothing more; its cause says why."""
 
 
 def _list(ready: Prepared, console: Console) -> None:

@@ -26,6 +26,9 @@ def one_line_errors() -> Iterator[None]:
     Imports belong inside: ``CARAMBA_FAST_BACKEND`` is read with the first one.
     """
     try:
+        # torch loads numpy from C++, which would drop an interrupt that comes in the middle of it.
+        import numpy  # noqa: F401, PLC0415 - see above
+
         yield
     except BrokenPipeError:
         raise  # `| head` has read enough; typer ends without a word
@@ -37,17 +40,27 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _of_an_interrupt(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+    seen = set[int]()  # a chain may go round
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
 
 
 def show_error(error: BaseException) -> None:
     """One line on stderr: the first of the message, and the others only where that one announces them."""
+    from pydantic import ValidationError  # noqa: PLC0415 - takes longer than --help
+
+    from caramba_fast.config.files import explain  # noqa: PLC0415 - as above
+
     nameless = (
         "there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__
     )
     said = str(error)
+    if isinstance(error, ValidationError):
+        said = explain(error)
     if isinstance(error, OSError) and error.strerror:  # without its number
         said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     lines = said.strip().splitlines() or [nameless]

@@ -43,6 +43,7 @@ def test_closed_streams_are_empty_ones(
         ("typer", "KeyboardInterrupt"),
         ("caramba_fast.cli.models", "KeyboardInterrupt"),
         ("caramba_fast.cli.models", "RecursionError"),
+        ("numpy", "KeyboardInterrupt"),  # torch would clear what happens while it loads numpy
     ],
 )
 def test_ctrl_c_while_libraries_load_ends_without_a_word(place: str, error: str) -> None:
@@ -145,6 +146,54 @@ def test_ctrl_c_before_a_command_begins_ends_without_a_word(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == cli.INTERRUPTED
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_full_disk_is_no_fault_of_the_manifest(
+    check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.yml"
+    path.write_text(
+        "version: 1\nname: x\ntargets:\n- {type: experiment, name: t, model: demo, runs: "
+        "[{id: r, mode: generate, prompts: [x], generate: {max_new_tokens: 1}}]}\n"
+    )
+    disk = standard_output(monkeypatch)
+    disk.room = 0
+    sys.argv += ["run", str(path), *(["--check"] if check else [])]
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "caramba-fast: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("generate", "x", "--session", "/dev/zero"), "/dev/zero is no regular file"),
+        (("plan", "--plan-path", "/dev/zero"), "/dev/zero is no regular file"),
+        (("plan", "--plan-path", "/proc/x.json"), "cache_plan_path=/proc/x.json: cannot write it"),
+        (
+            ("bench", "model", "--cache", "nonsense"),
+            "unknown cache kind 'nonsense'; known kinds are",
+        ),
+        (("bench", "model", "--context", "64"), "contexts is [64]; 128 or more is allowed"),
+        (("bench", "model", "--batch", "0"), "batches is [0]; 1 or more is allowed"),
+        (("generate", "x", "--max-new-tokens", "-1"), "max_new_tokens"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(
+    command: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Devices have no end, and nothing below /proc can be locked."""
+    standard_output(monkeypatch)
+    sys.argv += command
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 1 and said in err and err.count("\n") == 1, err
 
 
 def test_no_share_of_drafts_is_told_where_there_were_none() -> None:
