@@ -151,6 +151,7 @@ def run_demo(
                 "--plot draws long contexts beside transformers: it goes with --long-context"
                 + (f", and needs: pip install {missing()}" if missing() else "")
             )
+        picture.parent.mkdir(parents=True, exist_ok=True)
         check_plot(picture)
         check_replaceable(picture, "picture", is_plot)
     console = Console()

@@ -198,6 +198,5 @@ def run_long_context(
             names = " and ".join(row.cache for row in written if row.text == text)
             console.print(f"[bold]{names}[/bold]: {escape(repr(text))}", highlight=False)
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
         plot(picture, rows)
         console.print(f"Written: {picture}.", highlight=False, soft_wrap=True)
