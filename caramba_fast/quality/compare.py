@@ -331,10 +331,10 @@ class _Reference:
         nll = (total - x.gather(-1, targets[:, None]))[:, 0]
         top = x.argmax(-1)
         ratio = x.sub_(total) - self.log_p[span]
-        beyond = ratio.amax() > _MOST_LOG_RATIO and ratio > _MOST_LOG_RATIO
+        beyond = ratio > _MOST_LOG_RATIO
         change = torch.expm1(ratio.clamp_(_LEAST_LOG_RATIO, _MOST_LOG_RATIO))
         kl = torch.linalg.vecdot(p, torch.sub(change, ratio, out=ratio))
-        if isinstance(beyond, Tensor):
+        if beyond.any():
             kl += ((x.exp() - p * change) * beyond).sum(-1)
         accept = 1 + torch.linalg.vecdot(p, change.clamp_(max=0))
         same, correct = (top == self.top[span]).float(), (top == targets).float()
