@@ -20,24 +20,30 @@ STALE = 60.0
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+def replacing(
+    path: str | Path, *, sweep: bool = True, private: bool = False
+) -> Iterator[IO[bytes]]:
     """Atomic write: yields a temporary file that replaces ``path`` once it is complete.
 
-    Permissions of an existing file are kept. If the path is a symbolic link, its target is replaced. Temporary files
-    left by killed writers of the same file are removed. Raises OSError, leaving an existing file untouched, if the
+    Permissions of an existing file are kept; a new one with ``private`` is its owner's alone. If the path is a symbolic
+    link, its target is replaced. With ``sweep``, temporary files left by killed writers of the same file are removed,
+    for which the folder is read. Raises OSError, leaving an existing file untouched, if the
     folder is missing, not writable or full, or the path is not a regular file.
     """
     shown, target = Path(path), Path(os.path.realpath(path))
     try:
         mode = _mode_of(target)
-        _remove_stale(target)
+        if sweep:
+            _remove_stale(target)
     except OSError as error:
         raise _cannot_write(shown, error) from error
     partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         try:  # an interrupt may come as soon as the file is there
             handle = os.open(
-                partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
+                partial,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                0o666 if mode is None and not private else 0o600,
             )
             with os.fdopen(handle, "wb") as stream:
                 _hold(stream)

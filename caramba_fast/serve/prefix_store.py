@@ -166,9 +166,12 @@ class PrefixStore:
         except FileNotFoundError:  # it was evicted or deleted, and may be written again
             self._drop(name)
             return None
-        except (SealedFileError, OSError) as error:
+        except SealedFileError as error:
             LOG.warning("a page of the prefix store is dropped: %s: %s", path, error)
             self._drop(name)
+            return None
+        except OSError as error:  # too many open files, say: the page may be sound
+            LOG.warning("a page of the prefix store is not read: %s: %s", path, error)
             return None
         self._use([name])
         return page
@@ -208,11 +211,12 @@ class PrefixStore:
             with self._changing:
                 there = self._files.keys() | self._writing
                 missing = [place for place, name in enumerate(names) if name not in there]
-                if (len(self._writing) + len(missing)) * self.pool.page_bytes > WAITING:
+                room = max(0, WAITING // self.pool.page_bytes - len(self._writing))
+                if len(missing) > room:  # the first are of use alone; others follow next time
                     LOG.info(
-                        "%d pages are not kept: the prefix store is still writing", len(missing)
+                        "%d pages are not kept yet: there is too much to write", len(missing) - room
                     )
-                    missing = []
+                    missing = missing[:room]
                 self._writing.update(names[place] for place in missing)
             content = self.pool.read([pages[place] for place in missing]) if missing else []
             sinks = self.pool.read_sinks(ring) if missing[:1] == [0] else []
@@ -253,7 +257,8 @@ class PrefixStore:
             if not self._make_room(len(data)):
                 LOG.warning("a page of %d bytes is larger than the prefix store may be", len(data))
                 return
-        with replacing(self.folder / name) as stream:
+        # `_found` has removed what killed writers left, and the folder may be of others.
+        with replacing(self.folder / name, sweep=False, private=True) as stream:
             stream.write(data)
         with self._changing:
             self._files[name] = len(data)

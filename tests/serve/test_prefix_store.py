@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -467,6 +468,44 @@ def test_an_end_that_is_repeated_keeps_no_page_that_others_have_written_to(
     list(serving)
     assert serving.problems() == []
     hits(servers.start(), prompt)
+
+
+def test_of_more_than_may_wait_the_beginning_is_kept(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, prompt = servers.start(), text(1, 5 * PAGE + 9)
+    monkeypatch.setattr(prefix_store, "WAITING", 2 * serving.pool.page_bytes)
+    store = serving.store
+    assert store is not None
+    for kept in (2, 4, 5, 5):
+        answered(serving, prompt)
+        store._writer.submit(int).result()
+        assert len(servers.files) == kept
+    assert hits(servers.start(), prompt) == 5 * PAGE
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_pages_are_their_owners_alone_in_a_folder_of_others_too(servers: Servers) -> None:
+    servers.folder.mkdir(mode=0o755)
+    answered(servers.start(), text(1, 2 * PAGE + 9))
+    servers.stop()
+    assert servers.files and {file.stat().st_mode & 0o777 for file in servers.files} == {0o600}
+
+
+def test_a_page_that_cannot_be_read_now_is_not_dropped(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = text(1, 3 * PAGE + 9)
+    answered(servers.start(), prompt)
+    serving = servers.start()
+
+    def failed(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefix_store, "read_sealed", failed)
+        assert hits(serving, prompt) == 0
+    assert hits(servers.start(), prompt) == 3 * PAGE
 
 
 def test_an_interrupt_while_weights_are_looked_at_mixes_no_models(servers: Servers) -> None:
