@@ -77,6 +77,7 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
         self._reader = ThreadPoolExecutor(1, "caramba-fast-inputs")
+        self._grammars = ThreadPoolExecutor(1, "caramba-fast-grammars")
         self._closing, self._error, self._task = False, None, None
         self.engine.driver = self
         self._task = asyncio.create_task(self._run())
@@ -101,13 +102,15 @@ class AsyncEngine:
         """Raises ValueError for text too long to be tokenized (`EngineConfig.max_prompt_chars`)."""
         self.engine.inputs.check_text(text)
 
-    async def read(self, call: Callable[[], Result]) -> Result:
+    async def read(self, call: Callable[[], Result], *, grammar: bool = False) -> Result:
         """Runs a call (of a tokenizer) in the thread for inputs, one at a time; returns its result.
 
-        Raises EngineStoppedError if the engine does not run, and whatever the call raises.
+        ``grammar``: in one of their own, since a grammar may take seconds. Raises EngineStoppedError if the engine does
+        not run, and whatever the call raises.
         """
         self._check_open()
-        return await asyncio.get_running_loop().run_in_executor(self._reader, call)
+        thread = self._grammars if grammar else self._reader
+        return await asyncio.get_running_loop().run_in_executor(thread, call)
 
     @property
     def is_running(self) -> bool:
@@ -133,6 +136,7 @@ class AsyncEngine:
     def _end(self) -> None:
         """Waits for the current step and ends the remaining requests; may be called twice."""
         self._reader.shutdown(wait=False)
+        self._grammars.shutdown(wait=False)
         self._thread.shutdown()
         for name in list(self._streams):
             self.engine.withdraw(name)
@@ -209,7 +213,12 @@ class AsyncEngine:
         Arguments and errors as in `stream`. The request arrives now, however long it waits for the thread.
         """
         times = RequestTimes()
-        found = await self.read(partial(self.engine.prepared, prompt, config, **options))
+        usual = self.engine.config if config is None else config
+        asked: Any = options.get("structured_outputs", getattr(usual, "structured_outputs", None))
+        if asked is not None:
+            prompt = await self.read(partial(self.engine.inputs.tokens, prompt))
+        work = partial(self.engine.prepared, prompt, config, **options)
+        found = await self.read(work, grammar=asked is not None)
         return replace(found, times=times)
 
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:

@@ -1,8 +1,10 @@
-"""ASGI middleware: limits request bodies, and answers requests that a stopping server cuts off."""
+"""ASGI middleware: checks keys, limits request bodies, and answers requests that a stopping server cuts off."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import HTTPException
@@ -14,6 +16,34 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def bearer(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The key in a request's headers (``Authorization: Bearer KEY``); empty without one."""
+    given = next((value for name, value in headers if name == b"authorization"), b"")
+    scheme, _, key = given.partition(b" ")
+    return key if scheme.lower() == b"bearer" else b""
+
+
+class KeyCheck:
+    """ASGI middleware: answers 401 without one of ``keys`` (none: all may ask), before a body is read.
+
+    Paths in ``free`` need no key.
+    """
+
+    def __init__(self, app: Any, keys: Sequence[str], free: Sequence[str] = ()) -> None:
+        self.app, self.keys, self.free = app, [key.encode() for key in keys], free
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handles one connection."""
+        if scope["type"] == "http" and self.keys and scope["path"] not in self.free:
+            given = bearer(scope["headers"])
+            known = [hmac.compare_digest(given, key) for key in self.keys]
+            if not any(known):
+                said = "a valid API key is needed: Authorization: Bearer KEY"
+                await JSONResponse(error_body(401, said), 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class BodyLimit:

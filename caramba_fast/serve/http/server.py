@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import json
 import logging
 import time
@@ -30,7 +29,7 @@ from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
 from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
 from caramba_fast.serve.engine import Engine
-from caramba_fast.serve.http.limits import BodyLimit, CutOff, error_body
+from caramba_fast.serve.http.limits import BodyLimit, CutOff, KeyCheck, bearer, error_body
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts
 from caramba_fast.serve.http.metrics import exposition
 from caramba_fast.serve.http.protocol import (
@@ -47,6 +46,8 @@ from caramba_fast.serve.metrics import RequestTimes
 from caramba_fast.serve.request import ENDED_BADLY, RequestOutput
 
 LOG = logging.getLogger("caramba_fast.serve")
+#: How the error of a request begins whose grammar or schema cannot be followed.
+TOO_COMPLEX = "ValueError: structured_outputs"
 Found = TypeVar("Found")
 #: Retry-After of a rejected request, in seconds.
 RETRY_AFTER_S = 1
@@ -93,20 +94,23 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
         async with AsyncEngine(engine) as served.engine:
             yield
 
-    app = FastAPI(title="caramba-fast", lifespan=running, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="caramba-fast", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.add_middleware(BodyLimit, most=config.max_body_bytes)
+    app.add_middleware(KeyCheck, keys=config.api_keys, free=("/health",))
     app.add_middleware(CutOff)
     known = (RequestValidationError, AnyHTTPException, EngineStoppedError, ClientGoneError)
     for wrong in (*known, Exception):
         app.add_exception_handler(wrong, _explained)
-    allowed = [Depends(served.check_key)]
     app.get("/health")(served.health)
-    app.get("/v1/models", dependencies=allowed)(served.models)
-    app.get("/v1/models/{name:path}", dependencies=allowed)(served.model)
-    app.get("/metrics", dependencies=allowed)(served.metrics)
-    app.post("/tokenize", dependencies=allowed)(served.tokenize)
-    app.post("/v1/completions", dependencies=allowed, response_model=None)(served.completions)
-    app.post("/v1/chat/completions", dependencies=allowed, response_model=None)(served.chat)
+    app.get("/v1/models")(served.models)
+    app.get("/v1/models/{name:path}")(served.model)
+    app.get("/metrics")(served.metrics)
+    app.post("/tokenize")(served.tokenize)
+    noted = [Depends(served.arrived)]
+    app.post("/v1/completions", dependencies=noted, response_model=None)(served.completions)
+    app.post("/v1/chat/completions", dependencies=noted, response_model=None)(served.chat)
     return app
 
 
@@ -118,16 +122,12 @@ class _Served:
         self.tokenizer: TextTokenizer = engine.tokenizer
         self.token_texts = TokenTexts(engine.tokenizer)
 
-    async def check_key(self, request: Request) -> None:
-        """Raises 401 for a wrong key; adds the arrival time and the salt for prefixes to the request."""
+    async def arrived(self, request: Request) -> None:
+        """Adds the arrival time and the salt for prefixes to a request."""
         request.state.times = RequestTimes()
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        keys = self.config.api_keys
-        known = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
-        if keys and (scheme.lower() != "bearer" or not any(known)):
-            raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
-        apart = keys and not self.config.share_prefixes
-        request.state.salt = hashlib.sha256(given.encode()).hexdigest() if apart else "all"
+        apart = self.config.api_keys and not self.config.share_prefixes
+        given = bearer(request.headers.raw)
+        request.state.salt = hashlib.sha256(given).hexdigest() if apart else "all"
 
     async def health(self) -> Response:
         """200 while the engine runs, else 503."""
@@ -193,12 +193,14 @@ class _Served:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Completes a prompt."""
         self._check_model(body.model)
+        self._check_room()  # before a prompt is read for nothing
         ids = body.prompt if isinstance(body.prompt, list) else await self._read(body.prompt, True)
         return await self._answer(body, request, ids, body.max_tokens or COMPLETION_TOKENS, False)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next message of a chat."""
         self._check_model(body.model)
+        self._check_room()
         ids = await self._laid_out(body.messages, body.given_tools)
         most = body.max_completion_tokens or body.max_tokens or max(1, self._room - len(ids))
         return await self._answer(body, request, ids, most, True)
@@ -212,7 +214,6 @@ class _Served:
     async def _answer(
         self, body: Sampling, request: Request, ids: list[int], most: int, chat: bool
     ) -> Response:
-        self._check_room()
         answers = self.engine.engine.config.num_return_sequences
         said = body.model_fields_set
         if (
@@ -239,7 +240,8 @@ class _Served:
                 lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         texts, output = await _unless_gone(request, _collected(events, prepared.config))
-        return JSONResponse(answer.whole(texts, output))
+        # In a thread: the log-probabilities of a long answer take as long as many steps of the engine.
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(texts, output)))
 
 
 class _Events(StreamingResponse):
@@ -274,6 +276,8 @@ async def _collected(
 def _check_ended_well(output: RequestOutput) -> None:
     bad = [reason for reason in output.finish_reasons if reason in ENDED_BADLY]
     if bad:
+        if (output.error or "").startswith(TOO_COMPLEX):
+            raise HTTPException(400, output.error)
         LOG.error("request %s ended with %s: %s", output.request_id, bad[0], output.error)
         raise HTTPException(
             500, f"the request ended with {bad[0]}: {output.error or 'see the log'}"
@@ -308,6 +312,9 @@ async def _lines(
     except (HTTPException, EngineStoppedError) as error:
         status = getattr(error, "status_code", 503)
         yield _event(error_body(status, getattr(error, "detail", str(error))))
+    except Exception as error:  # the status has been sent: say in the stream what an answer would
+        LOG.error("a stream failed", exc_info=error)
+        yield _event(error_body(500, f"{type(error).__name__}; see the log"))
     yield "data: [DONE]\n\n"
 
 
