@@ -187,7 +187,10 @@ class ModelConfig(BaseModel):
         return cls.from_hf(raw)
 
     def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` dict that transformers loads."""
+        """The ``config.json`` dict that transformers loads.
+
+        Raises ValueError for settings that a file of this ``model_type`` cannot hold, such as a Llama's sliding window.
+        """
         architecture = {
             "llama": "LlamaForCausalLM",
             "mistral": "MistralForCausalLM",
@@ -216,6 +219,13 @@ class ModelConfig(BaseModel):
             raw["use_sliding_window"] = self.sliding_window is not None
             raw["max_window_layers"] = 0 if self.sliding_window else self.num_hidden_layers
             raw["layer_types"] = [kind] * self.num_hidden_layers
+        read = ModelConfig.from_hf(raw)
+        lost = [name for name, value in self if name != "rope" and getattr(read, name) != value]
+        if lost:
+            raise ValueError(
+                f"config.json of {self.model_type!r} cannot hold "
+                + ", ".join(f"{name}={getattr(self, name)!r}" for name in lost)
+            )
         return raw
 
 

@@ -60,9 +60,12 @@ class InferContext:
 
         Returns:
             (B, H_q, T, D_v).
+
+        Raises:
+            ValueError: an option that attention without a cache does not have; errors as in `LayerKVCache.attend`.
         """
         if self.caches is None:
-            return self._among_new(q, k, v, options.get("softmax_scale"))
+            return self._without_cache(q, k, v, **options)
         cache = self.caches[layer]
         if not isinstance(cache, KeysAndValues):
             raise TypeError(f"layer {layer} has a {type(cache).__name__}; attend is for K and V")
@@ -75,6 +78,22 @@ class InferContext:
         if self.q_chunk is not None and q.shape[2] > max(MAX_QUERY_TOKENS, self.q_chunk):
             options.setdefault("q_chunk", self.q_chunk)
         return cache.attend(q, **options)
+
+    def _without_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        left, right = options.pop("window_size", None) or (-1, -1)
+        scale = options.pop("softmax_scale", None)
+        options.pop("q_chunk", None)  # changes no result
+        others = [name for name, value in options.items() if value is not None]
+        others += ["window_size"] if right not in (-1, 0) else []
+        if others:
+            raise ValueError(
+                f"{', '.join(others)}: attention without a cache has a softmax_scale and a window_size=(n, 0); give "
+                "the model a kv_cache"
+            )
+        windows = [n for n in (self.local_window, left + 1 if left >= 0 else None) if n is not None]
+        return dense_attention(q, k, v, window=min(windows, default=None), scale=scale)
 
     def _among_new(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return dense_attention(q, k, v, window=self.local_window, scale=scale)

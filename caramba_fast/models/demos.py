@@ -109,7 +109,7 @@ def with_delta(base: Transformer, folder: Path) -> Transformer:
         raise CheckpointError(f"{file} does not fit its base and config.json: {error}") from error
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.rope = base.rope
+    model.rope = type(base.rope)(model.config.rope, model.config.rope_dim)
     return model.requires_grad_(False).eval()
 
 
