@@ -51,6 +51,8 @@ KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {
     "cuda_graph",
     "max_seq_len",
 }
+#: The kind of a draft's cache, which the settings of a session name even where it followed from others.
+DRAFT_KIND = "spec_draft_cache_kind"
 #: Those that must match the session, since they decide which part of the cache is read.
 FIXED = [name for name in sorted(DecodePlanFields.model_fields) if "q_chunk" not in name]
 
@@ -132,6 +134,8 @@ class SavableGenerator(StepwiseGenerator):
         settings["cache"] = self.config.cache_name
         if self.cache_plan is not None:
             settings["cache"] = self.cache_plan.spec
+        if self._draft_generator is not None:
+            settings[DRAFT_KIND] = self._draft_generator.config.cache_name
         about = _About(
             settings=settings,
             seed=self.config.seed,
@@ -258,8 +262,12 @@ def filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
     tokens = saved.tensors.get("target.tokens")
     default = GenerateConfig.model_fields["max_seq_len"].default
     open_["max_seq_len"] = max(default, 2 * (0 if tokens is None else tokens.numel()))
-    if config.model_fields_set & {"cache", *(f"cache_{n}" for n in config.stream_fields)}:
+    given = config.model_fields_set & {"cache", *(f"cache_{n}" for n in config.stream_fields)}
+    # A kind that names its own options would win over those given here.
+    if "cache" in given or (given and ":" in str(kept.get("cache"))):
         open_ = {n: x for n, x in open_.items() if not n.startswith("cache")}
+    if isinstance(config, SpeculativeConfig) and DRAFT_KIND in kept:
+        open_[DRAFT_KIND] = kept[DRAFT_KIND]
     if "decode_plan" in config.model_fields_set:
         open_ = {n: x for n, x in open_.items() if not n.startswith("decode_")}
     try:

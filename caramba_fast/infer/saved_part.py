@@ -109,6 +109,8 @@ def part_problems(
             "with"
         ]
     found = _storage_problems(generator, part)
+    if name == "draft":
+        found = [f"draft model: {problem}" for problem in found]
     if found and kind not in (None, generator.config.cache_name):
         return [f"cache is {generator.config.cache_name!r}, the session has {shown(kind)}"]
     return found or _token_problems(generator, part, tensors.get(f"{name}.tokens"))

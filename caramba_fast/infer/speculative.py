@@ -44,7 +44,7 @@ class SpeculativeGenerator(Generator):
     """Generates what `Generator` would, in fewer passes of the target model.
 
     Greedy tokens are the same for any draft; sampled ones have the same distribution. Rows of a batch accept
-    independently.
+    independently: a decode plan whose buckets have different windows, by the longest row, is the exception.
 
     Args:
         target_model: the model to generate with.

@@ -57,6 +57,21 @@ def test_turns_rollbacks_and_ragged_rows_keep_the_graph(recorder):
     assert recorder.recorded == 1
 
 
+def test_the_bucket_of_a_plan_does_not_follow_the_padding_of_rows_that_ended(recorder):
+    model, prompts = new_model(), [list(range(1, 18)), [5, 6, 7]]
+    plan = {"decode_bucket_short": 20, "decode_bucket_mid": 400, "decode_local_window_mid": 2}
+
+    def rest(cuda_graph: bool | None) -> list[int]:
+        made = generator(
+            model, cache_kind="fp32", cuda_graph=cuda_graph, decode_plan="auto", **plan
+        )
+        ended = lambda *_: torch.tensor([True, False])  # noqa: E731
+        return made.generate(prompts, max_new_tokens=12, stopping_criteria=ended)[1, -12:].tolist()
+
+    assert rest(None) == rest(False)
+    assert recorder.recorded == 1
+
+
 def test_a_cache_that_is_cropped_to_nothing_keeps_the_graph(recorder):
     model = new_model()
 

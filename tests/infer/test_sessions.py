@@ -84,6 +84,32 @@ def test_drafts_go_on_too(kind: str, draft: str, how: dict[str, Any], tmp_path: 
     goes_on_alike(first, tmp_path / "session")
 
 
+@pytest.mark.parametrize(
+    "kinds", [{"cache": "auto", "cache_auto_benchmark": False}, {"spec_draft_cache_kind": "q4"}]
+)
+def test_a_draft_whose_cache_is_of_another_kind_goes_on(
+    kinds: dict[str, Any], tmp_path: Path
+) -> None:
+    draft = small_model(num_hidden_layers=1)
+    settings = {"max_new_tokens": 12, "max_seq_len": 300, "ignore_eos": True, "spec_k": 3, **GREEDY}
+    given = {"cache": "q8", **settings, **kinds}
+    first = SpeculativeGenerator(small_model(), draft, **given)
+    first.generate(ONE)
+    goes_on_alike(first, tmp_path / "session")
+    with pytest.raises(SessionError, match="draft model: kind of k is 'fp32'"):
+        SpeculativeGenerator.load(
+            tmp_path / "session", first.model, draft_model=draft, spec_draft_cache_kind="fp32"
+        )
+
+
+def test_who_gives_a_part_of_the_storage_keeps_the_rest(tmp_path: Path) -> None:
+    first = generator("q8", cache_residual_len=8)
+    first.generate(ONE)
+    goes_on_alike(first, tmp_path / "session", cache_residual_len=8)
+    with pytest.raises(SessionError, match="residual_len of k is 9, the session has 8"):
+        Generator.load(tmp_path / "session", first.model, cache_residual_len=9)
+
+
 @pytest.mark.parametrize("draft", ["lookup", "model"])
 def test_tokens_may_go_before_anything_was_drafted(draft: str, tmp_path: Path) -> None:
     model = None if draft == "lookup" else small_model(num_hidden_layers=1)
