@@ -222,7 +222,7 @@ class Session:
         cache = self.cache
         assert cache is not None
         before, count = list(cache.layers[0].lengths.host), tokens.shape[1]
-        longest = max(self.cached)  # without padding
+        longest = max(before if self._padded is None else self._padded.lengths)
         if self._planned.cache is not cache or longest + count not in self._planned.lengths:
             self._limit(cache, longest + count)
         step = count == 1 and query_lens is None and not options and longest > 0

@@ -610,7 +610,7 @@ def test_generate_refuses_before_it_loads_a_model(plain: Path, tmp_path: Path) -
     for options, said in (
         (("--session", str(other)), "is no session of caramba-fast"),
         (("--session", str(tmp_path / "no" / "session")), "--session needs a folder that does"),
-        (("--session", str(tmp_path)), "Is a directory"),
+        (("--session", str(tmp_path)), "is a folder; the name of a file is needed"),
         (
             ("--session", str(tmp_path / "s"), "--num-return-sequences", "2"),
             "with --session 1 is allowed",
