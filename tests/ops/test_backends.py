@@ -45,11 +45,11 @@ def test_cpp_serves_quantize_and_says_so():
 
 @pytest.mark.parametrize("name", ["reference", "cpp", "triton"])
 def test_a_choice_is_used_and_ends_with_its_block(name, monkeypatch):
-    calls = []
+    calls, made = [], (torch.zeros(32, dtype=torch.int8), torch.ones(1, dtype=torch.float16))
     op = registry._ops["quantize"]
-    monkeypatch.setattr(op, "reference", lambda *a: calls.append("reference"))
-    monkeypatch.setattr(op, "overload", lambda *a: calls.append("cpp"))
-    monkeypatch.setattr(op, "_launcher", lambda *a: calls.append("triton"))
+    monkeypatch.setattr(op, "reference", lambda *a: calls.append("reference") or made)
+    monkeypatch.setattr(op, "overload", lambda *a: calls.append("cpp") or made)
+    monkeypatch.setattr(op, "_launcher", lambda *a: calls.append("triton") or made)
     with use_backend(name):
         quantize(torch.ones(32), "q8")
         assert status("quantize").runs == name
