@@ -56,11 +56,16 @@ def write_details(table: Path, command: str, content: Mapping[str, Any]) -> None
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes a CSV; what was there stays until all rows are on the disk. Other keys of a row are left out."""
+    write_text(path, table_text(columns, rows))
+
+
+def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A CSV with a header, as text."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(path, text.getvalue())
+    return text.getvalue()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -31,7 +31,7 @@ from caramba_fast.bench.kernels.loop import NARROWEST_LOAD, allocations, main_lo
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.variant import Variant
 from caramba_fast.bench.kernels.variants import variants
-from caramba_fast.bench.out import write_table
+from caramba_fast.bench.out import table_text, write_table
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
 from caramba_fast.kernels.occupancy import Multiprocessor, resident
 
@@ -359,13 +359,6 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def write_csv(file: TextIO, table: Iterable[dict[str, object]]) -> None:
-    """One line a row, with a header."""
-    writer = csv.DictWriter(file, [column.name for column in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="caramba_fast.bench.kernels.aot", description=__doc__
@@ -388,10 +381,11 @@ def main(argv: list[str] | None = None) -> int:
     recorded = None if chosen.against is None else by_key(read_csv(chosen.against))
     table = list(rows(chosen.targets, chosen.shard))
     measured: list[dict[str, object]] = [asdict(row) for row in table]
+    columns = [column.name for column in fields(Row)]
     if chosen.out is None:
-        write_csv(sys.stdout, measured)
+        sys.stdout.write(table_text(columns, measured))
     else:
-        write_table(chosen.out, [column.name for column in fields(Row)], measured)
+        write_table(chosen.out, columns, measured)
     found = [problem for row in table for problem in problems(row, recorded)]
     for problem in found:
         print(f"aot: {problem}", file=sys.stderr)

@@ -287,7 +287,7 @@ class LayerCache(LayerRows):
         with_lse = options.pop("return_softmax_lse", False)
         held = lengths.seq_lens - before if before else lengths.seq_lens
         out, lse = self.plans.attend(queries, held, options, slots)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # see `tangents_go_along`
             given = (*queries, *options.values())
             out, lse = results_of("attention over a packed cache", (out, lse), *given)
         if self._widened and not before and not self.attended_again:

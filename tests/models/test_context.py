@@ -15,9 +15,8 @@ POSITIONS = torch.arange(12)[None]
 
 
 def contexts(**settings: Any) -> tuple[InferContext, InferContext]:
-    cache = ModelKVCache([LayerShape(128, 128, 2)], 1, 32)
-    layers: Any = cache.layers
-    return tuple(InferContext(x, POSITIONS, **settings) for x in (layers, None))  # type: ignore[return-value]
+    layers: Any = ModelKVCache([LayerShape(128, 128, 2)], 1, 32).layers
+    return InferContext(layers, POSITIONS, **settings), InferContext(None, POSITIONS, **settings)
 
 
 @pytest.mark.parametrize(
