@@ -182,7 +182,8 @@ class ContextParallelLayer(CachedRows):
         elif self.ring is not None and not before:
             self.ring.narrow_tails()
         out, lse = gather_and_merge(*state, self.group)
-        extras = {name: x for name, x in options.items() if name in ("s_aux", *self.nulls)}
+        # in the order of the streams, whatever the caller's
+        extras = {name: options[name] for name in (*self.nulls, "s_aux") if name in options}
         if extras:
             names = SCALES[:1] if len(queries) == 1 else SCALES[1:]
             scales = [plain.get(n, default_scale(q)) for n, q in zip(names, queries, strict=True)]

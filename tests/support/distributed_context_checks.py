@@ -257,6 +257,7 @@ def check_options_of_a_layer():
         ContextParallelKVCache([LayerShape(64, 64, 2)], 2, 400, config, config, group=group())[0],
     ]
     k, v, q = (torch.randn(2, heads, 300, 32) for heads in (2, 2, 4))
+    nulls = torch.randn(2, 2, 32)
     for cache in caches:
         cache.append(k, v, [300, 170])
     with use_backend("reference"):
@@ -264,6 +265,8 @@ def check_options_of_a_layer():
             {},
             {"softmax_scale": 0.3, "softcap": 5.0, "s_aux": torch.randn(4)},
             {"window_size": (60, 0)},
+            {"null_k": nulls[0], "null_v": nulls[1]},
+            {"null_v": nulls[1], "null_k": nulls[0]},
         ):
             one, other = (c.attend(q, return_softmax_lse=True, **options) for c in caches)
             for a, b in zip(one, other, strict=True):
