@@ -56,9 +56,14 @@ def caramba_attention(
         own attention.
 
     Raises:
-        ValueError: a custom mask, or ``output_attentions``, with a static cache.
+        ValueError: a custom mask, or ``output_attentions``, with a static cache; a layer that attends to tokens
+            selected by an indexer (``indices``, ``block_indices``: DeepSeek-V3.2, MiniMax-M3).
         RuntimeError: the codes of a static layer that did not make the last update.
     """
+    if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+        raise ValueError(
+            f"{type(module).__name__} attends to the tokens that an indexer selects, which our attention does not do"
+        )
     query, packed = values_of(query), isinstance(key, PackedStates)
     if type(key) is RotatedStates:  # from another cache, which returns its inputs unchanged
         key = key.dense()

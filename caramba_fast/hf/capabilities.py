@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
@@ -184,9 +185,13 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Capabilities
 def capabilities_of(model: PreTrainedModel) -> Capabilities:
     """`Capabilities` of a model, cached while it is alive and its embeddings keep their sizes."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    sizes = [None if end is None else end.weight.shape for end in ends]
+    sizes = [getattr(getattr(end, "weight", None), "shape", None) for end in ends]
     known = _KNOWN.get(model)
-    if known is None or known[0] != sizes:
+    # generate() gives an assistant with another tokenizer a head without weights for a while.
+    same = known is not None and all(
+        size in (None, before) for size, before in zip(sizes, known[0], strict=True)
+    )
+    if known is None or not same:
         known = _KNOWN[model] = (sizes, Capabilities(model))
     return known[1]
 
@@ -241,8 +246,19 @@ def check_cacheable(model: Any) -> None:
                 "none of its layers keeps keys and values of tokens alone (it is recurrent, or brings its own cache: "
                 f"{kinds}), so nothing could be packed"
             )
+        elif selecting := sorted({type(layer).__name__ for layer in layers if _selects(layer)}):
+            reason = (
+                "some of its layers attend to tokens that they select or compress themselves "
+                f"({', '.join(selecting)}), which our attention does not do"
+            )
     if reason:
         raise cannot_be_served(model, reason)
+
+
+def _selects(layer: Any) -> bool:
+    """Whether a stock layer keeps more than K and V, such as an indexer's keys: it attends to what it selects."""
+    plain = keeps_only_tokens(layer) or is_hybrid(layer) or isinstance(layer, EMPTY)
+    return isinstance(layer, CacheLayerMixin) and not plain
 
 
 def _reason(model: Any) -> str | None:

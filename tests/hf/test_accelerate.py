@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from support.hf_matrix import IS_OLD, longrope, tiny
+from tokenizers import Tokenizer as WordLevelTokenizer
+from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -221,6 +223,66 @@ def test_what_packs_nothing_is_refused_and_left_as_it_is() -> None:
         with pytest.raises(TypeError, match="nothing could be packed"):
             accelerate(model, kind)
     assert model.config._attn_implementation == own and "_caramba_fast" not in vars(model)
+
+
+def minimax() -> PreTrainedModel:
+    """Half of its layers attend to blocks of tokens that an indexer selects."""
+    if not hasattr(transformers, "MiniMaxM3VLTextConfig"):
+        pytest.skip("not in this transformers")
+    config = transformers.MiniMaxM3VLTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1, dense_intermediate_size=32,
+        shared_intermediate_size=32, rotary_dim=16, index_n_heads=2, index_head_dim=16, index_block_size=4,
+        index_topk_blocks=2, index_local_blocks=1, layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "dense"], bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_layers_that_select_what_they_attend_to_are_refused() -> None:
+    model = minimax()
+    own = model.config._attn_implementation
+    for make in (lambda: accelerate(model, "fp32"), lambda: CarambaCache(model, "q8")):
+        with pytest.raises(TypeError, match=r"compress themselves \(MiniMaxM3VLSparseCacheLayer\)"):
+            make()
+    assert model.config._attn_implementation == own
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_attention_to_selected_tokens_alone_is_refused(name: str) -> None:
+    q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="Linear attends to the tokens that an indexer selects"):
+        attention.caramba_attention(
+            nn.Linear(1, 1), q, k, k, None, **{name: torch.zeros(1, 1, 2, dtype=torch.long)}
+        )
+
+
+def test_an_assistant_with_another_tokenizer_has_a_head_without_weights_for_a_while() -> None:
+    words = [f"w{i}" for i in range(93)]
+    vocabularies = [["<unk>", *words], ["<unk>", *reversed(words), "x1", "x2", "x3"]]
+    tokenizers = [
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=WordLevelTokenizer(models.WordLevel({w: i for i, w in enumerate(v)}, "<unk>")),
+            unk_token="<unk>",
+        )
+        for v in vocabularies
+    ]  # fmt: skip
+    for tokenizer in tokenizers:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    target, assistant = (tiny("llama", vocab_size=len(v)) for v in vocabularies)
+    for model in (target, assistant):
+        accelerate(model, "q4")
+    ids = tokenizers[0](" ".join(words[:20]), return_tensors="pt").input_ids
+    options = {
+        "max_new_tokens": 12,
+        "tokenizer": tokenizers[0],
+        "assistant_tokenizer": tokenizers[1],
+    }
+    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+    for do_sample in (False, True):
+        found = target.generate(ids, assistant_model=assistant, do_sample=do_sample, **options)
+        assert found.shape == plain.shape
+        assert do_sample or torch.equal(found, plain)
 
 
 class Wrapper(nn.Module):
