@@ -271,6 +271,8 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
             f"rope_type is {shown(rope_type)}; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     found["rope_type"] = rope_type
+    if rope_type in ("linear", "llama3") and found.get("factor") is None:
+        raise CheckpointError(f"rope_type {rope_type!r} needs a factor, and there is none")
     trained = raw.get("original_max_position_embeddings")
     if trained is not None and rope_type in ("llama3", "yarn"):
         # As in transformers, this takes precedence over the value in the object.

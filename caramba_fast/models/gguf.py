@@ -243,6 +243,8 @@ class GgufFile:
         # llama.cpp takes a scaling without a type for linear, and 0 for no scaling.
         factor = next((self._number(name) if self._get(name) else 1.0 for name in given), None)
         kind = self._get("rope.scaling.type", "none" if factor in (None, 1.0) else "linear")
+        if kind != "yarn" and self._get("rope.scaling.attn_factor") not in (None, 1.0):
+            raise self._wrong("rope.scaling.attn_factor is given without yarn: not supported")
         if ROPE_FACTORS in self._tensors:
             if kind != "none":
                 raise self._wrong(f"{ROPE_FACTORS} and rope.scaling.type {kind!r} are both given")
@@ -254,11 +256,8 @@ class GgufFile:
         if kind == "linear":
             return {"rope_type": "linear", "rope_theta": base, "factor": factor}
         plain = {"log_multiplier": (None, 0.0), "attn_factor": (None,), "ext_factor": (None, 1.0)}
-        own = [
-            f"yarn_{n}"
-            for n, same in plain.items()
-            if self._get(f"rope.scaling.yarn_{n}") not in same
-        ]
+        scaling = {n: self._get(f"rope.scaling.yarn_{n}") for n in plain}
+        own = [f"yarn_{n}" for n, x in scaling.items() if x not in plain[n]]
         if kind != "yarn" or own:
             raise self._wrong(
                 f"rope.scaling.type is {shown(kind)}{''.join(f' with {name}' for name in own)}; allowed are none, "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Settings that do not change what is cached: origin, dtype, output, token ids.
 UNRELATED = frozenset((
@@ -118,10 +119,26 @@ def _layers_with_adapters(model: object) -> Iterable[nn.Module]:
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
+    # the data pointers of a tensor subclass may all be 0
+    pointer = id(x) if is_traceable_wrapper_subclass(x) else x.data_ptr()
+    return pointer, x.shape, x.stride(), x.dtype, x.device
+
+
+def parts_of(x: Tensor) -> tuple[str, list[Tensor]]:
+    """A tensor subclass, such as torchao's weights, as a description and its plain tensors; ("", [x]) of others."""
+    if not is_traceable_wrapper_subclass(x):
+        return "", [x]
+    names, context = x.__tensor_flatten__()
+    inner = [parts_of(getattr(x, name)) for name in names]
+    said = "".join(f" {name}{part}" for name, (part, _) in zip(names, inner, strict=True))
+    return f"{type(x).__name__} {context}{said}", [y for _, found in inner for y in found]
 
 
 def _values(x: Tensor) -> str:
+    said, parts = parts_of(x)
+    if said:
+        plain = (f"{tuple(y.shape)} {y.dtype} {_values(y)}" for y in parts)
+        return hashlib.sha256("\n".join((said, *plain)).encode()).hexdigest()
     whole = x.detach().reshape(-1).contiguous().cpu()
     return hashlib.sha256(whole.view(torch.uint8).numpy().data).hexdigest()
 
@@ -135,6 +152,8 @@ def _settings(module: Any) -> Any:
                 _related(getattr(config, name)(**options)),
                 getattr(module, "local_window", None),
             ]
+    if config is not None and hasattr(config, "__dict__"):  # a dataclass, a namespace
+        return [_related(vars(config)), getattr(module, "local_window", None)]
     return getattr(module, "local_window", None)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caramba_fast.models.identity import parts_of
+
 
 def token_tensor(ids: Tensor | np.ndarray | Sequence[int]) -> Tensor:
     """Token ids as int64 on the CPU, in their given shape."""
@@ -38,6 +40,12 @@ def text_digest(ids: Tensor | Sequence[int] | None, bos_token_id: int | None = N
 
 def add_tensor(digest: Any, name: str, value: Tensor, most: int) -> None:
     """Hashes name, shape, dtype and evenly spread values; all values if there are fewer than 2 × ``most``."""
+    said, parts = parts_of(value)
+    if said:
+        digest.update(said.encode())
+        for index, part in enumerate(parts):
+            add_tensor(digest, f"{name}.{index}", part, most)
+        return
     flat = value.detach().reshape(-1)
     step = max(1, flat.numel() // most)
     digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())

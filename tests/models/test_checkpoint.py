@@ -420,6 +420,10 @@ def test_rope_is_what_transformers_takes_or_refused() -> None:
         {**base, "rope_parameters": nested, "original_max_position_embeddings": 128}
     )
     assert found.rope.original_max_position_embeddings == 128
+    for rope_type in ("linear", "llama3"):
+        unscaled = {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4}}
+        with pytest.raises(CheckpointError, match=f"rope_type '{rope_type}' needs a factor"):
+            ModelConfig.from_hf({**base, **unscaled})
 
 
 @pytest.mark.parametrize(
