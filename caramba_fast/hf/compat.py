@@ -39,6 +39,9 @@ from transformers.cache_utils import (  # noqa: E402
 )
 from transformers.generation.utils import GenerationMixin  # noqa: E402
 
+#: Whether configs have ``rope_theta`` and ``rope_scaling`` in place of ``rope_parameters``.
+BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
+
 #: The argument of ``forward`` and ``generate`` that holds the cache: "cache" from 5.24 on.
 CACHE = next(
     name

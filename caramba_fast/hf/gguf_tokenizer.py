@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ def gguf_tokenizer(path: Path) -> Any:
 
     file = GgufFile(path)
     kind, cut, begins = file.tokenizer
+    if kind == "gpt2" and not importlib.util.find_spec("transformers.integrations.gguf"):
+        raise CheckpointError(
+            f"{path.name} has a byte-level tokenizer, which transformers {metadata.version('transformers')} does not "
+            "read; a newer one does (pip install -U transformers)"
+        )
     try:
         found: Any = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False

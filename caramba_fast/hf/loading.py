@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from caramba_fast.hf.adapter import HuggingFaceModel
+from caramba_fast.hf.compat import BEFORE_5
 from caramba_fast.hf.gguf_tokenizer import gguf_tokenizer
 from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import SUFFIX as GGUF
@@ -80,6 +81,15 @@ def _check_files(folder: Path) -> None:
     raise CheckpointError(f"{folder} has no .safetensors weights{hint}")
 
 
+def _rope_before_5(rope: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters``, of the model or by layer type, as transformers 4 has them in a config."""
+    far, near = rope.get("full_attention", rope), rope.get("sliding_attention")
+    scaling = {name: value for name, value in far.items() if name != "rope_theta"}
+    scaled = scaling if scaling["rope_type"] != "default" else None
+    found = {"rope_theta": far["rope_theta"], "rope_scaling": scaled}
+    return found if near is None else {**found, "rope_local_base_freq": near["rope_theta"]}
+
+
 def _from_gguf(
     path: Path, device: torch.device | str, dtype: torch.dtype | None
 ) -> HuggingFaceModel:
@@ -87,6 +97,8 @@ def _from_gguf(
 
     file = GgufFile(path)
     given = {name: value for name, value in file.config.items() if value is not None}
+    if BEFORE_5:
+        given |= _rope_before_5(given.pop("rope_parameters"))
     wanted = dtype or file.dtype
     state = file.state(wanted)
     try:

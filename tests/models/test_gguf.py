@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.gguf_files import logits_of, write_demo, write_gguf  # noqa: E402
 
+from caramba_fast.hf.loading import _rope_before_5  # noqa: E402
 from caramba_fast.infer import Generator  # noqa: E402
 from caramba_fast.infer.tokenizer import find_tokenizer  # noqa: E402
 from caramba_fast.models import Transformer, demo_path, demo_tokenizer, load_demo  # noqa: E402
@@ -213,6 +214,17 @@ def test_the_tokenizer_comes_with_it(tmp_path):
     assert found.tolist() == wanted.generate([ids], max_new_tokens=16).tolist()
 
 
+def test_rope_has_the_names_that_transformers_4_reads():
+    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    assert _rope_before_5(plain) == {"rope_theta": 1e4, "rope_scaling": None}
+    assert _rope_before_5(linear) == {"rope_theta": 1e6, "rope_scaling": scaling}
+    assert _rope_before_5({"full_attention": linear, "sliding_attention": plain}) == {
+        "rope_theta": 1e6, "rope_scaling": scaling, "rope_local_base_freq": 1e4,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("architecture", "said", "extra", "message"),
     [
@@ -220,6 +232,7 @@ def test_the_tokenizer_comes_with_it(tmp_path):
         ("llama", {"expert_count": 8}, {}, "mixtures of experts"),
         ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, {}, "'longrope'; allowed"),
         ("llama", {"rope.scaling.type": "linear"}, {}, "llama.rope.scaling.factor is missing"),
+        ("llama", {"rope.scaling.attn_factor": 1.5}, {}, "attn_factor is given without yarn"),
         ("llama", {"rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.factor is missing"),
         ("llama", {"rope.dimension_count": 8}, {}, "rope.dimension_count is 8"),
         ("llama", {"embedding_length": None}, {}, "llama.embedding_length is missing"),

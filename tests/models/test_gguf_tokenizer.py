@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from caramba_fast.infer.tokenizer import TextTokenizer  # noqa: E402
 from caramba_fast.models import demo_tokenizer  # noqa: E402
+from caramba_fast.models.config import CheckpointError  # noqa: E402
 
 BEGIN, USER, THINK = "<\uff5cbegin\uff5c>", "<\uff5cUser\uff5c>", "<a thought>"
 
@@ -122,3 +124,18 @@ def test_other_vocabularies_that_are_as_llama_3s(tmp_path, cut):
     tokenizer = read(tmp_path / "m.gguf", write)
     assert tokenizer.encode("hi")[0] == 0
     assert tokenizer.tokenizer.backend_tokenizer.model.ignore_merges
+
+
+def test_a_transformers_without_byte_level_tokenizers_is_named(tmp_path, monkeypatch):
+    from support.gguf_files import write_demo
+
+    write_demo(tmp_path / "demo.gguf")
+    find = importlib.util.find_spec
+    missing = "transformers.integrations.gguf"
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == missing else find(name)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"byte-level tokenizer, which transformers [\d.]+ does not read"
+    ):
+        TextTokenizer.of(tmp_path / "demo.gguf")
