@@ -27,6 +27,7 @@ from caramba_fast.hf import (
     restore,
 )
 from caramba_fast.hf.cache_state import load_stock, state_of_stock
+from caramba_fast.hf.compat import CACHE
 
 KINDS = ["fp32", "q8", "q4", "nf4:plain,sink_len=4,residual_len=8", "q8/q4:rotate"]
 
@@ -304,6 +305,14 @@ def test_it_grows_as_if_it_had_been_large_from_the_start(llama: Any, kind: str) 
         a, b = (fed(llama, x, tokens(1, count, step)) for x in (small, large))
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert small.layers[0].store.max_seq_len < 900
+
+
+def test_a_state_longer_than_max_seq_len_is_refused(llama: Any) -> None:
+    long, short = CarambaCache(llama, "q8"), CarambaCache(llama, "q8", max_seq_len=20)
+    llama(torch.arange(30)[None] + 1, **{CACHE: long})
+    with pytest.raises(ValueError, match=r"rows of 30 tokens.*max_seq_len=20"):
+        short.load_state_dict(long.state_dict())
+    assert short.get_seq_length() == 0
 
 
 def test_more_than_max_seq_len_is_refused_before_anything_is_written(llama: Any) -> None:
