@@ -159,10 +159,9 @@ def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
             if problem:
                 raise ValueError(f"layer {layer.index} of the state: {problem}")
             rows.add(part["store"]["batch_size"])
+            # What is no list of lengths is refused by the store.
             lengths = part["store"].get("lengths")
-            if isinstance(lengths, list) and all(
-                type(x) is int for x in lengths
-            ):  # else the store refuses it
+            if isinstance(lengths, list) and all(type(x) is int for x in lengths):
                 common.check_length(part["dropped"] + max(lengths, default=0))
     if len(rows) > 1:
         raise ValueError(f"the state's layers have {', '.join(map(str, sorted(rows)))} rows")

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from caramba_fast.config.files import shown
 from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import GgufFile
 
@@ -30,10 +31,11 @@ def gguf_tokenizer(path: Path) -> Any:
 
     file = GgufFile(path)
     kind, cut, begins = file.tokenizer
-    if kind == "gpt2" and not importlib.util.find_spec("transformers.integrations.gguf"):
+    splits = "transformers.integrations.gguf"
+    if kind == "gpt2" and cut != "gpt-2" and not importlib.util.find_spec(splits):
         raise CheckpointError(
-            f"{path.name} has a byte-level tokenizer, which transformers {metadata.version('transformers')} does not "
-            "read; a newer one does (pip install -U transformers)"
+            f"{path.name} has a byte-level tokenizer that cuts words as {shown(cut)} does, which transformers "
+            f"{metadata.version('transformers')} does not read; a newer one does (pip install -U transformers)"
         )
     try:
         found: Any = AutoTokenizer.from_pretrained(

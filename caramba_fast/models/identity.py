@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ def settings_of(model: object) -> str:
     modules = list(modules_of(model))
     children = [child for module in modules for child in module.children()]
     parts = (model, *modules, *children)
-    said = [json.dumps(_settings(part), sort_keys=True, default=str) for part in parts]
+    said = [json.dumps(_settings(part), sort_keys=True, default=_said) for part in parts]
     named = ((n, adapter_state(m)) for module in modules for n, m in module.named_modules())
     return "".join((*said, *(f"\n{name} {state}" for name, state in named if state is not None)))
 
@@ -118,6 +120,11 @@ def _layers_with_adapters(model: object) -> Iterable[nn.Module]:
             left.extend(module._modules.values())
 
 
+def _said(value: object) -> str:
+    """``str(value)`` without addresses, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
 def _identity(x: Tensor) -> tuple[Any, ...]:
     # the data pointers of a tensor subclass may all be 0
     pointer = id(x) if is_traceable_wrapper_subclass(x) else x.data_ptr()
@@ -131,7 +138,7 @@ def parts_of(x: Tensor) -> tuple[str, list[Tensor]]:
     names, context = x.__tensor_flatten__()
     inner = [parts_of(getattr(x, name)) for name in names]
     said = "".join(f" {name}{part}" for name, (part, _) in zip(names, inner, strict=True))
-    return f"{type(x).__name__} {context}{said}", [y for _, found in inner for y in found]
+    return f"{type(x).__name__} {_said(context)}{said}", [y for _, found in inner for y in found]
 
 
 def _values(x: Tensor) -> str:
@@ -152,7 +159,9 @@ def _settings(module: Any) -> Any:
                 _related(getattr(config, name)(**options)),
                 getattr(module, "local_window", None),
             ]
-    if config is not None and hasattr(config, "__dict__"):  # a dataclass, a namespace
+    if is_dataclass(config) and not isinstance(config, type):
+        return [_related(asdict(config)), getattr(module, "local_window", None)]
+    if hasattr(config, "__dict__"):  # a namespace
         return [_related(vars(config)), getattr(module, "local_window", None)]
     return getattr(module, "local_window", None)
 

@@ -129,13 +129,13 @@ def test_other_vocabularies_that_are_as_llama_3s(tmp_path, cut):
 def test_a_transformers_without_byte_level_tokenizers_is_named(tmp_path, monkeypatch):
     from support.gguf_files import write_demo
 
-    write_demo(tmp_path / "demo.gguf")
+    write_demo(tmp_path / "demo.gguf", pre="llama-bpe")
     find = importlib.util.find_spec
     missing = "transformers.integrations.gguf"
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == missing else find(name)
     )
     with pytest.raises(
-        CheckpointError, match=r"byte-level tokenizer, which transformers [\d.]+ does not read"
+        CheckpointError, match=r"as 'llama-bpe' does, which transformers [\d.]+ does not read"
     ):
         TextTokenizer.of(tmp_path / "demo.gguf")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from caramba_fast.models.identity import model_digest
 from caramba_fast.policy.plan import model_identity
 
 
-@dataclass
+@dataclass(slots=True)
 class Config:
     rope_theta: float
+    made_by: object = field(default_factory=object)
 
 
 def layers(seed: int, config: Config | None = None) -> nn.Sequential:
