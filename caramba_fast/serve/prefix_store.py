@@ -1,7 +1,8 @@
 """PrefixStore: full pages of prompts in a folder, found again by their tokens after a restart.
 
-Each page is a file with the stored bytes (and the sinks of a first page), all tokens up to its end, its scope, and the
-model and storage it belongs to, under a checksum. It is looked up by a hash, and used only if all of these are equal.
+Each page is a file with the stored bytes (and the sinks of a first page), its tokens, a hash of those before it, its
+scope, and the model and storage it belongs to, under a checksum. It is looked up by a hash of all tokens up to its end,
+and used only if all of these are equal.
 Damaged files are deleted and logged. Files are replaced atomically, so a killed process leaves none half written.
 """
 
@@ -35,8 +36,8 @@ from caramba_fast.serve.request import PagedSequence, is_salted
 from caramba_fast.writing import replacing
 
 LOG = logging.getLogger("caramba_fast.serve")
-#: Version 2 may divide the bits of a q4_channel byte unevenly between its two channels; 1 (4 bits each) is read alike.
-WHAT, VERSION = "page of a prefix", 2
+#: Versions 1 and 2 had all tokens up to the page's end instead of their hash; they are written again.
+WHAT, VERSION = "page of a prefix", 3
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{40}\.page")
 #: Bytes of pages that may wait to be written; pages beyond that are not kept.
 WAITING = 256 * 2**20
@@ -131,12 +132,17 @@ class PrefixStore:
         """Yields the full pages of ``tokens`` from page ``start`` on, up to the first that is missing."""
         size = self.pool.page_size
         names = self._names(scope, tokens, len(tokens) // size)
-        for place, name in islice(enumerate(names, 1), start, None):
+        for place, name in islice(enumerate(names), start, None):
             with self._changing:
                 known = name in self._files
-            page = self._read(name, scope, tokens[: place * size]) if known else None
+            about = self._about_page(scope, names, place)
+            page = (
+                self._read(name, about, tokens[place * size : (place + 1) * size])
+                if known
+                else None
+            )
             if page is None:
-                self._drop_missing(names[place:])
+                self._drop_missing(names[place + 1 :])
                 return
             yield page
 
@@ -157,12 +163,18 @@ class PrefixStore:
             found.append(f"{self._mark}-{key.hexdigest()}.page")
         return found
 
-    def _read(self, name: str, scope: str, tokens: array[int]) -> StoredPage | None:
+    def _about_page(self, scope: str, names: Sequence[str], place: int) -> dict[str, Any]:
+        """What a page is of; a page's name stands for all tokens up to its end."""
+        return {
+            "of": self._about, "scope": _scope(scope), "before": names[place - 1] if place else "",
+        }  # fmt: skip
+
+    def _read(self, name: str, wanted: dict[str, Any], tokens: array[int]) -> StoredPage | None:
         """A page; if it is damaged or not the wanted one, it is deleted."""
         path = self.folder / name
         try:
             about, tensors = read_sealed(path, WHAT, VERSION)
-            page = self._checked(about, tensors, scope, tokens)
+            page = self._checked(about, tensors, wanted, tokens)
         except FileNotFoundError:  # it was evicted or deleted, and may be written again
             self._drop(name)
             return None
@@ -177,17 +189,24 @@ class PrefixStore:
         return page
 
     def _checked(
-        self, about: dict[str, Any], tensors: dict[str, Tensor], scope: str, tokens: array[int]
+        self,
+        about: dict[str, Any],
+        tensors: dict[str, Tensor],
+        wanted: dict[str, Any],
+        tokens: array[int],
     ) -> StoredPage:
         """The page in a file; raises SealedFileError if its model, storage, scope or tokens differ."""
-        if about.get("of") != self._about:
+        if "before" not in about:
+            raise SealedFileError("an earlier version of caramba-fast wrote it")
+        if about.get("of") != wanted["of"]:
             raise SealedFileError("it is of another model or another storage of the cache")
-        if about.get("scope") != _scope(scope):
+        if about.get("scope") != wanted["scope"]:
             raise SealedFileError("it is of another scope: whoever asks may not share it")
         held = tensors.pop("tokens", None)
-        if held is None or held.dtype != torch.int32 or held.tolist() != tokens.tolist():
+        same = held is not None and held.dtype == torch.int32 and held.tolist() == tokens.tolist()
+        if not same or about["before"] != wanted["before"]:
             raise SealedFileError("it is of other tokens")
-        first = len(tokens) == self.pool.page_size
+        first = not wanted["before"]
         shapes = [(x.shape[1:], x.dtype) for x in self.pool.page_buffers]
         sinks = [(x.shape[1:], x.dtype) for x in self.pool.sinks] if first else []
         parts = [tensors.pop(f"page.{i}", None) for i in range(len(shapes))]
@@ -220,8 +239,8 @@ class PrefixStore:
                 self._writing.update(names[place] for place in missing)
             content = self.pool.read([pages[place] for place in missing]) if missing else []
             sinks = self.pool.read_sinks(ring) if missing[:1] == [0] else []
-            about = {"of": self._about, "scope": _scope(scope)}
-            self._writer.submit(self._put, names, about, tokens[:], missing, content, sinks)
+            abouts = [self._about_page(scope, names, place) for place in missing]
+            self._writer.submit(self._put, names, abouts, tokens[:], missing, content, sinks)
         except BaseException:
             with self._changing:
                 self._writing.difference_update(names[place] for place in missing)
@@ -230,7 +249,7 @@ class PrefixStore:
     def _put(
         self,
         names: list[str],
-        about: dict[str, Any],
+        abouts: Sequence[dict[str, Any]],
         tokens: array[int],
         missing: list[int],
         content: PageBytes,
@@ -241,10 +260,10 @@ class PrefixStore:
             tensors = {f"page.{i}": part[index] for i, part in enumerate(content)}
             if place == 0:
                 tensors |= {f"sinks.{i}": part for i, part in enumerate(sinks)}
-            held = tokens[: (place + 1) * self.pool.page_size]
+            held = tokens[place * self.pool.page_size : (place + 1) * self.pool.page_size]
             try:
                 tensors["tokens"] = torch.tensor(held, dtype=torch.int32, device="cpu")
-                self._write(names[place], sealed(WHAT, VERSION, about, tensors))
+                self._write(names[place], sealed(WHAT, VERSION, abouts[index], tensors))
             except Exception as error:  # a full disk or memory; the others may still fit
                 LOG.warning("a page is not kept in the prefix store: %s", error)
             finally:

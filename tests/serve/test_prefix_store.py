@@ -257,6 +257,30 @@ def test_a_damaged_page_is_dropped_and_said(
     assert hits(servers.start(), prompt) == 3 * PAGE, "it was written again"
 
 
+def test_every_page_of_a_long_prompt_has_its_own_tokens_alone(servers: Servers) -> None:
+    prompt = text(1, 12 * PAGE)
+    hits(servers.start(max_seq_len=512), prompt)
+    servers.stop()
+    sizes = [file.stat().st_size for file in servers.files]
+    assert len(sizes) == 12 and len(set(sizes)) == 2, f"the first has the sinks: {sizes}"
+
+
+def test_a_page_of_an_earlier_version_is_written_again(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = text(1, PAGE + 5)
+    hits(servers.start(), prompt)
+    servers.stop()
+    (file,) = servers.files
+    about, tensors = read_sealed(file, WHAT, VERSION)
+    del about["before"]
+    write_sealed(file, WHAT, 2, about, tensors)
+    with caplog.at_level(logging.WARNING, "caramba_fast.serve"):
+        assert hits(servers.start(), prompt) == 0
+    assert "an earlier version of caramba-fast wrote it" in caplog.text
+    assert hits(servers.start(), prompt) == PAGE
+
+
 def test_pages_that_somebody_deletes_are_written_again(servers: Servers) -> None:
     prompt = text(1, 2 * PAGE + 5)
     serving = servers.start()
