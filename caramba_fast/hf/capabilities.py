@@ -177,22 +177,26 @@ class Capabilities:
         return padding_error(self.model)
 
 
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Capabilities]] = (
-    weakref.WeakKeyDictionary()
-)
+_Known = dict[Any, tuple[list[Any], Capabilities]]
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDictionary()
 
 
 def capabilities_of(model: PreTrainedModel) -> Capabilities:
-    """`Capabilities` of a model, cached while it is alive and its embeddings keep their sizes."""
+    """`Capabilities` of a model, cached while it is alive and its embeddings keep their sizes.
+
+    With ``assistant_early_exit`` transformers leaves out the last layers for a while, so those of each depth are kept.
+    """
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     sizes = [getattr(getattr(end, "weight", None), "shape", None) for end in ends]
-    known = _KNOWN.get(model)
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    depths = _KNOWN.setdefault(model, {})
+    known = depths.get(depth)
     # generate() gives an assistant with another tokenizer a head without weights for a while.
     same = known is not None and all(
         size in (None, before) for size, before in zip(sizes, known[0], strict=True)
     )
     if known is None or not same:
-        known = _KNOWN[model] = (sizes, Capabilities(model))
+        known = depths[depth] = (sizes, Capabilities(model))
     return known[1]
 
 

@@ -141,6 +141,9 @@ class CarambaLayer(StoringLayer, PackedLayer):
             self.check_rows(keys.shape[0])
             self.lazy_initialization(keys, values)
             store = self._made()
+        if store.is_empty and self.dtype != keys.dtype:  # after `reset`
+            self.dtype = keys.dtype
+            self._set_held_below()
         if store.device != keys.device:
             store = self.store = store.to(keys.device)
         self._leave_behind(keys.shape[2])

@@ -6,13 +6,13 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -217,16 +217,30 @@ def _use_our_attention(model: PreTrainedModel) -> None:
         set_implementation(config, name)
 
 
+#: Tokens beyond the prompt that a call has room for from the start; a cache grows with longer answers.
+FIRST_TOKENS = 4096
+
+
+def _first_room(config: GenerationConfig, model_kwargs: Mapping[str, Any], longest: int) -> int:
+    """Tokens to allocate for a call of up to ``longest`` tokens, most of which may never come."""
+    new, mask = config.max_new_tokens, model_kwargs.get("attention_mask")
+    if new is None:
+        new = longest - mask.shape[-1] if isinstance(mask, Tensor) else 0
+    return longest - max(new - FIRST_TOKENS, 0)
+
+
 def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     original = getattr(type(model), HOOK)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     bound.apply_defaults()
     config, model_kwargs = bound.arguments["generation_config"], bound.arguments["model_kwargs"]
-    room = int(bound.arguments["max_cache_length"])
+    longest = int(bound.arguments["max_cache_length"])
     if bound.arguments["generation_mode"] == GenerationMode.ASSISTED_GENERATION:
-        room += config.prompt_lookup_num_tokens or 0  # such drafts may go beyond the last token
+        longest += config.prompt_lookup_num_tokens or 0  # such drafts may go beyond the last token
+    room = _first_room(config, model_kwargs, longest)
     given = model_kwargs.get(CACHE)
     if isinstance(given, CarambaCache):
+        given.common.check_length(longest)
         given.reserve(room)
     _dynamic_if_assisted(config, bound.arguments["generation_mode"])
     wanted = config.cache_implementation
@@ -237,7 +251,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if wanted == "static":
         # as transformers does: a cache of another size would recompile the model
         longest = max(
-            room,
+            longest,
             getattr(config, "max_cache_len", None) or 0,
             getattr(model, "_previous_max_cache_length", -1),
         )

@@ -17,7 +17,15 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, attention, restore
+from caramba_fast.hf import (
+    CarambaCache,
+    CarambaStaticCache,
+    accelerate,
+    attention,
+    integration,
+    restore,
+)
+from caramba_fast.hf.capabilities import capabilities_of
 from caramba_fast.hf.compat import CACHE
 from caramba_fast.infer import Generator
 from caramba_fast.ops.extend_attention import causal_attention
@@ -615,3 +623,55 @@ def test_padding_may_be_too_large() -> None:
     options = dict(attention_mask=mask, max_new_tokens=1, do_sample=False)
     expected = model.generate(ids, **options)
     assert torch.equal(accelerate(model, "fp16").generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
+def test_an_answer_that_may_be_long_allocates_no_more_than_it_needs(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", vocab_size=64, max_position_embeddings=100_000)
+    accelerate(model, "q4")
+    prompt = torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def stops_at(tokens: int) -> Any:
+        return [lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= tokens)]
+
+    options = dict(return_dict_in_generate=True, do_sample=False, eos_token_id=None, pad_token_id=0)
+    out = model.generate(prompt, **{limit: 90_000}, stopping_criteria=stops_at(44), **options)
+    stores = [layer.store for layer in out.past_key_values.layers]
+    assert out.sequences.shape[1] == 44
+    assert {store.max_seq_len <= 40 + integration.FIRST_TOKENS for store in stores} == {True}
+    monkeypatch.setattr(integration, "FIRST_TOKENS", 8)
+    grown = model.generate(prompt, **{limit: 90_000}, stopping_criteria=stops_at(160), **options)
+    whole = model.generate(prompt, max_length=160, **options)
+    assert torch.equal(grown.sequences, whole.sequences) and grown.sequences.shape[1] == 160
+    assert grown.past_key_values.layers[0].store.max_seq_len < 400
+    given = CarambaCache(model, "q4", max_seq_len=100)
+    with pytest.raises(ValueError, match="max_seq_len=100"):
+        model.generate(prompt, **{limit: 90_000}, **options, **{CACHE: given})
+    assert given.get_seq_length() == 0
+
+
+def test_a_depth_that_is_left_early_is_not_taken_for_the_whole_model() -> None:
+    model = tiny("llama", num_hidden_layers=3)
+    model.config.num_hidden_layers = 1
+    few = capabilities_of(model)
+    assert list(few.shapes) == [0]
+    model.config.num_hidden_layers = 3
+    whole = capabilities_of(model)
+    assert (list(few.shapes), list(whole.shapes)) == ([0], [0, 1, 2])
+    assert capabilities_of(model) is whole
+
+
+@pytest.mark.parametrize("now", [torch.bfloat16, torch.float32])
+def test_a_cache_that_was_reset_takes_the_dtype_of_what_comes(now: torch.dtype) -> None:
+    model = tiny("llama")
+    accelerate(model, "q8")
+    cache, ids = CarambaCache(model, "q8"), torch.arange(5)[None]
+    model.to(torch.float16)(ids, **{CACHE: cache})
+    cache.reset()
+    model.to(now)(ids, **{CACHE: cache})
+    fresh = CarambaCache(model, "q8")
+    model(ids, **{CACHE: fresh})
+    for used, new in zip(cache.layers, fresh.layers, strict=True):
+        assert (used.dtype, used.held_below) == (new.dtype, new.held_below) and used.dtype == now
