@@ -79,7 +79,8 @@ TIMEOUT = 60.0
 HOST_BYTES = 2048
 #: Global rank whose process hosts the store, unless torchrun does.
 STORE_RANK = 0
-_made: dict[str, int] = {}
+#: How many groups of each ranks this process has made, by the group of all ranks.
+_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -155,8 +156,10 @@ class RankGroup:
     def _store(self) -> Any:
         """A store with keys of this group alone, over a connection of its own."""
         ranks = ",".join(map(str, dist.get_process_group_ranks(self.process_group)))
-        # All ranks create their groups in the same order, so the number is the same on every rank.
-        number = _made[ranks] = _made.get(ranks, 0) + 1
+        # All ranks create their groups in the same order, so the number is the same on every rank; a process that
+        # replaces a lost one counts from 1, and so do the others after `destroy_process_group`.
+        made = _made.setdefault(dist.group.WORLD, {})
+        number = made[ranks] = made.get(ranks, 0) + 1
         default: Any = distributed_c10d._get_default_store()
         return distributed_c10d.PrefixStore(f"caramba_fast/{ranks}/{number}", default.clone())
 

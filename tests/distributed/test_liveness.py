@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,40 @@ def test_what_cannot_be_known_is_not_claimed() -> None:
 
     error = RankLostError([0, 2], 3, "its store is closed", certain=False)
     assert error.ranks == [0, 2] and str(error).startswith("one of ranks 0, 2 of 3 is gone")
+
+
+#: Two ranks make groups; then one leaves, and a new process takes its place in another world.
+REPLACED = """
+import os, sys, time, warnings
+import torch, torch.distributed as dist
+from caramba_fast.distributed import RankGroup
+warnings.simplefilter("ignore")
+
+def world(rank, file):
+    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+    groups = [RankGroup(timeout=20.0) for _ in range(2)]
+    for group in groups:
+        assert group.all_gather(torch.tensor([rank])).tolist() == [[0], [1]]
+        found = group.gather_on_host(torch.tensor([rank]))
+        assert found.tolist() == [[0], [1]]
+    for group in groups:
+        group.close()
+    dist.destroy_process_group()
+
+folder, children = sys.argv[1], []
+for rank, worlds in ((0, "ab"), (1, "a"), (1, "b")):
+    if (child := os.fork()) == 0:
+        for name in worlds:
+            world(rank, f"{folder}/{name}")
+        os.write(1, b"met\\n")
+        os._exit(0)
+    children.append(child)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_process_that_replaces_another_meets_those_that_stayed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REPLACED, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.split() == ["met"] * 3, done.stderr
