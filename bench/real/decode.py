@@ -57,7 +57,7 @@ ACCELERATED, GENERATOR = ("bf16", "q8", "q4", "nf4"), ("bf16", "q8", "q4")
 #: Longest context for the other programs, which take minutes to compute it for each of their caches.
 PEERS_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
-TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
+TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 120.0
 QUICK = (64, 2048)
 #: Caches under `accelerate` with torchao's weights, and those weights, on a CPU.
 QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
@@ -76,12 +76,18 @@ def in_transformers(
     weights: str,
     kinds: Sequence[str] = ACCELERATED,
 ) -> Iterator[Attempt]:
-    """DynamicCache first, then ours; torchao's weights are part of the program's name."""
+    """DynamicCache first, then ours; torchao's weights are part of the program's name.
+
+    With the model's own weights DynamicCache is also measured under transformers' eager attention.
+    """
     version = f"transformers {hf_decode.transformers.__version__}"
     more = f" {weights} weights" if weights in WEIGHTS else ""
 
-    def made(program: str, name: str, ours: bool, make: Callable[[], Any]) -> Running:
-        entry = hf_decode.Entry(name, hf_decode.holding(make(), states, context), ours)
+    def made(
+        program: str, name: str, ours: bool, make: Callable[[], Any], attention: str | None = None
+    ) -> Running:
+        cache = hf_decode.holding(make(), states, context)
+        entry = hf_decode.Entry(name, cache, ours, attention)
         found = Running(
             program, name, weights, lambda count: hf_decode.take_steps(model, entry, count),
             lambda: hf_decode.cache_bytes(entry.cache), version,
@@ -94,6 +100,9 @@ def in_transformers(
     for name, ours, make in caches:
         program = f"{'accelerate' if ours else 'transformers'}{more}"
         yield Attempt(f"{program} {name}", partial(made, program, name, ours, make))
+        if name == "dynamic" and not more:
+            eager = "dynamic eager"
+            yield Attempt(f"{program} {eager}", partial(made, program, eager, ours, make, "eager"))
 
 
 def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:

@@ -39,6 +39,7 @@ COLUMNS = (
 #: Program and cache of every process.
 PROGRAMS = (
     ("transformers", "dynamic"),
+    ("transformers", "dynamic eager"),
     ("accelerate", "q8"),
     ("accelerate", "q4"),
     ("Generator", "q4"),
@@ -49,7 +50,7 @@ def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> N
     """Writes medians over `ROUNDS` rounds, in which the programs run in turn."""
     programs = list(PROGRAMS)
     if name in SOURCES and find_spec("llama_cpp"):
-        programs += [(LlamaCpp.program, kind) for kind in LLAMA_KINDS]
+        programs += [(LlamaCpp.program, kind) for kind in LLAMA_KINDS if kind.startswith("f16")]
     if name in SOURCES and find_spec("openvino_genai"):
         programs += [(OpenVinoGenAI.program, kind) for kind in GENAI_KINDS]
     rows: list[dict[str, Any]] = []
@@ -90,8 +91,11 @@ def _process(name: str, prompt: int, dtype: str, program: str, cache: str) -> di
 
 def _transformers(name: str, dtype: torch.dtype, cache: str) -> Run:
     library: Any = import_module("transformers")
-    model = library.AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype).eval()
-    if cache != "dynamic":
+    attention = "eager" if cache == "dynamic eager" else "sdpa"
+    model = library.AutoModelForCausalLM.from_pretrained(
+        model_folder(name), dtype=dtype, attn_implementation=attention
+    ).eval()
+    if not cache.startswith("dynamic"):
         import_module("caramba_fast").accelerate(model, cache)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return lambda ids, count: model.generate(torch.tensor([ids]), max_new_tokens=count, **options)

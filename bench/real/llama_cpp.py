@@ -12,17 +12,23 @@ import torch
 
 from caramba_fast.bench.real.weights import four_bits
 
-#: Names of caches here and in llama.cpp: fp16, and blocks of 32 values with 8 or 4 bits.
-KINDS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0", "q4_0": "GGML_TYPE_Q4_0"}
+#: What caches are called here -> their type in llama.cpp (fp16, and blocks of 32 values with 8 or 4 bits), and whether
+#: flash attention is on, which quantized ones need.
+KINDS = {
+    "f16": ("GGML_TYPE_F16", True),
+    "f16 -fa off": ("GGML_TYPE_F16", False),
+    "q8_0": ("GGML_TYPE_Q8_0", True),
+    "q4_0": ("GGML_TYPE_Q4_0", True),
+}
 #: Bytes of 32 values.
-BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
+BYTES = {"f16": 64, "f16 -fa off": 64, "q8_0": 34, "q4_0": 18}
 _BATCH = 512
 #: Capacity for steps after a context, in tokens.
 STEPS = 1024
 
 
 class LlamaCpp:
-    """A context of llama.cpp with flash attention, on torch's number of threads.
+    """A context of llama.cpp, on torch's number of threads.
 
     Args:
         gguf: the model.
@@ -42,10 +48,11 @@ class LlamaCpp:
         self.version = f"llama-cpp-python {package.__version__}"
         file, self.weights = four_bits(gguf, layers)
         threads = torch.get_num_threads()
-        stored = getattr(package, KINDS[kind])
+        type_name, flash = KINDS[kind]
+        stored = getattr(package, type_name)
         self.model = package.Llama(
             str(file), n_ctx=room + STEPS, n_batch=_BATCH, n_ubatch=_BATCH, n_threads=threads, n_threads_batch=threads,
-            type_k=stored, type_v=stored, flash_attn=True, n_gpu_layers=0, verbose=False,
+            type_k=stored, type_v=stored, flash_attn=flash, n_gpu_layers=0, verbose=False,
         )  # fmt: skip
 
     @property

@@ -15,12 +15,16 @@ import torch
 
 from caramba_fast.bench.real.weights import four_bits
 
+#: Tokens of a pass beyond the longest context.
+STEPS = 1024
 #: Values of KV_CACHE_PRECISION.
 KINDS = ("f16", "u8", "u4")
 
 
 class OpenVinoGenAI:
-    """A pipeline on torch's number of threads, with default settings otherwise.
+    """A pipeline on torch's number of threads.
+
+    It reads a prompt in one pass, as by default: a scheduler's config would limit passes to 256 tokens.
 
     Args:
         gguf: the model.
@@ -50,6 +54,7 @@ class OpenVinoGenAI:
         file, self.weights = four_bits(gguf, layers)
         scheduler = self.package.SchedulerConfig()
         scheduler.enable_prefix_caching = prefixes
+        scheduler.max_num_batched_tokens = room + STEPS
         self.pipeline = self.package.LLMPipeline(
             str(file), "CPU", scheduler_config=scheduler, KV_CACHE_PRECISION=kind,
             INFERENCE_NUM_THREADS=torch.get_num_threads(),

@@ -165,7 +165,7 @@ class Context:
 def peer(monkeypatch):
     sizes = {"n_layer": 2, "n_head_kv": 3, "n_embd": 128, "n_head": 4}
     calls = {f"llama_model_{name}": lambda _, size=size: size for name, size in sizes.items()}
-    types = {name: index for index, name in enumerate(llama_cpp.KINDS.values())}
+    types = {name: index for index, (name, _) in enumerate(llama_cpp.KINDS.values())}
     package = SimpleNamespace(__version__="0", Llama=Context, **calls, **types)
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
     monkeypatch.setattr(llama_cpp, "four_bits", lambda gguf, layers: (gguf, layers))
@@ -176,6 +176,8 @@ def test_llama_cpp_has_its_context_its_kind_and_its_bytes(peer, tmp_path):
     found = llama_cpp.LlamaCpp(tmp_path / "m.gguf", "q8_0", 500, [7, 8, 9])
     assert found.model.options["type_k"] == found.model.options["type_v"] == peer.GGML_TYPE_Q8_0
     assert found.model.options["flash_attn"] is True
+    without = llama_cpp.LlamaCpp(tmp_path / "m.gguf", "f16 -fa off", 500, [7, 8, 9])
+    assert without.model.options["flash_attn"] is False
     found.lengthen(5)
     found.lengthen(10)
     assert found.model.seen == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
@@ -216,6 +218,7 @@ def test_openvino_genai_has_its_context_its_kind_and_threads(genai, tmp_path):
     assert options["KV_CACHE_PRECISION"] == "u4"
     assert options["INFERENCE_NUM_THREADS"] == torch.get_num_threads()
     assert options["scheduler_config"].enable_prefix_caching is True
+    assert options["scheduler_config"].max_num_batched_tokens > 500, "a prompt is one pass"
     found.lengthen(5)
     assert found.take(3) == [0.002, 0.003, 0.004]
     (_, first), (prompt, second) = genai.asked[1:]
