@@ -1,4 +1,4 @@
-"""caramba_fast: decode from quantized KV caches that are read as they are stored.
+"""caramba_fast: quantized KV caches with fused decode attention.
 
 Names are imported when first used: ``import caramba_fast`` costs next to nothing, and the first name ``import torch``.
 """
@@ -39,6 +39,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "LanguageModel",
         "Transformer",
         "as_language_model",
+        "load",
         "load_demo",
         "load_model",
     ),
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from caramba_fast.models import LanguageModel as LanguageModel
     from caramba_fast.models import Transformer as Transformer
     from caramba_fast.models import as_language_model as as_language_model
+    from caramba_fast.models import load as load
     from caramba_fast.models import load_demo as load_demo
     from caramba_fast.models import load_model as load_model
     from caramba_fast.ops import BackendError as BackendError
@@ -130,8 +132,7 @@ def __getattr__(name: str) -> Any:
         name in _GONE
     ):  # no AttributeError, of which `from caramba_fast import ...` would lose the words
         raise ImportError(
-            f"caramba_fast.{name} is gone: keys by channel ('q8', 'q4' and 'nf4' store them so) need no constants of a "
-            "model, a prompt or a calibration"
+            f"caramba_fast.{name} was removed: 'q8', 'q4' and 'nf4' store keys by channel, which needs no calibration"
         )
     home = _HOME.get(name)
     if home is None:

@@ -14,7 +14,7 @@ from caramba_fast.cli.bench import bench
 
 app = typer.Typer(
     name="caramba-fast",
-    help="Text generation with quantized KV caches, read as they are stored.",
+    help="Text generation with quantized KV caches and fused attention.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -57,7 +57,7 @@ def demo(
         Path | None, typer.Option(help="Plot speed and bytes by context: a .png or .svg file.")
     ] = None,
 ) -> None:
-    """Compare fp16, q8, q4 and nf4 caches on a trained demo model: speed, bytes, quality."""
+    """Compare caches on two small trained models: speed, bytes, quality."""
     with o.one_line_errors():
         from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
 
@@ -110,7 +110,7 @@ def generate(
     session: Annotated[
         Path | None,
         typer.Option(
-            help="Session file: continue the conversation in it, if it exists, and save it again.",
+            help="Session file: continued if it exists, and saved afterwards.",
             rich_help_panel=o.CACHE,
         ),
     ] = None,
@@ -169,10 +169,13 @@ def serve(
         typer.Option(help="Folder that keeps cached prefixes across restarts."),
     ] = None,
     prefix_store_size: Annotated[
-        str, typer.Option(help="Its size limit; least recently used prefixes are deleted.")
+        str,
+        typer.Option(
+            help="Size limit of --prefix-store; least recently used prefixes are deleted."
+        ),
     ] = STORE_SIZE,
 ) -> None:
-    """Serve MODEL over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /v1/models."""
+    """Serve MODEL over an OpenAI-compatible HTTP API."""
     settings = dict(
         cache=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
     )  # fmt: skip
@@ -263,8 +266,8 @@ def run(
 def calibrate(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:  # noqa: ARG001
     """Removed; prints why."""
     raise typer.BadParameter(
-        "'calibrate' is gone: keys by channel ('q8', 'q4' and 'nf4' store them so) need no constants, and no command "
-        "takes --calibration any more"
+        "'calibrate' was removed, and --calibration with it: 'q8', 'q4' and 'nf4' store keys by channel, which needs "
+        "no calibration"
     )
 
 
@@ -279,7 +282,7 @@ def quality(
     ] = "demo:gqa",
     text: Annotated[
         str | None,
-        typer.Option(help="Text file to measure on, or 'demo' (the default for demo models)."),
+        typer.Option(help="Text file to measure on (needed except for demo models), or 'demo'."),
     ] = None,
     cache: Annotated[
         list[str] | None,
@@ -301,7 +304,7 @@ def quality(
     ] = None,
     force: o.Force = False,
 ) -> None:
-    """Measure what each cache costs in quality: loss, KL, top token, acceptance, needles, with intervals."""
+    """Measure each cache's loss of quality, with confidence intervals."""
     with o.one_line_errors():
         from caramba_fast.cli.quality import run_quality  # noqa: PLC0415
 

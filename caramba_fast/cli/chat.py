@@ -200,8 +200,8 @@ def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
 #: Key of a chat's messages in a session file.
 NOTES = "chat"
 HELP = (
-    "/reset begins anew, /undo takes the last turn back, /stats shows figures, /session save FILE and "
-    "/session load FILE keep the conversation and go on with it, /quit ends; Ctrl-C stops an answer"
+    "/reset starts over, /undo takes back the last turn, /stats shows figures, /session save FILE and "
+    "/session load FILE save and load the conversation, /quit ends; Ctrl-C stops an answer"
 )
 
 

@@ -16,7 +16,9 @@ SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculati
 #: Help of an option that has a panel with some commands, and none with others.
 BUDGET = "Memory limit of the whole cache, in MiB."
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files of another kind, too.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Also overwrite files that this command did not write.")
+]
 
 
 @contextlib.contextmanager
@@ -111,14 +113,14 @@ Compile = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Compile the decode step (CPU; needs a C++ compiler, and about a minute the first time).",
+        help="Compile the decode step (CPU; needs a C++ compiler, and about a minute the first time per batch size).",
     ),
 ]
-Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
+Room = Annotated[int, typer.Option(help="Cache capacity in tokens.", rich_help_panel=CACHE)]
 GeneratedRoom = Annotated[
     int | None,
     typer.Option(
-        help="Tokens the cache can hold; default: 2048, or twice the session's tokens.",
+        help="Cache capacity in tokens; default: 2048, or twice the session's tokens.",
         rich_help_panel=CACHE,
     ),
 ]

@@ -115,7 +115,7 @@ class Accelerated:
 
 
 def accelerate(model: M, cache: CacheArgument = "q4", **options: Unpack[AccelerateOptions]) -> M:
-    """Makes plain ``model.generate()`` use a packed cache, which attention reads without dequantizing it first.
+    """Makes ``model.generate()`` use a quantized cache, which fused attention reads without dequantizing it first.
 
     Args:
         model: a decoder-only transformers model, possibly wrapped by PEFT or `torch.compile`. The inner model is

@@ -149,7 +149,7 @@ class StoringCache(PackedCache):
 
 
 class CarambaCache(StoringCache):
-    """``past_key_values`` for a transformers model.
+    """A quantized cache for a transformers model: its ``cache=``, or ``past_key_values=`` before transformers 5.24.
 
     Full, sliding-window and chunked attention layers are packed; layers of other kinds (linear attention, convolutions)
     are those of a stock `DynamicCache`. Memory is allocated with the first tokens, and grows unless ``max_seq_len`` is

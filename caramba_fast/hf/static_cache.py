@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CarambaStaticCache(StoringCache):
-    """``past_key_values`` of fixed size: like `CarambaCache`, but decode steps have no host-side state.
+    """A cache of fixed size: like `CarambaCache`, but decode steps have no host-side state.
 
     Prompts run uncompiled, as with transformers' own static cache. Another cache of the same sizes does not trigger
     recompilation. It can be cropped between steps; transformers accepts it for prompt lookup and assisted generation

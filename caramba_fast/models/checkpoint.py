@@ -47,7 +47,7 @@ def load_model(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> Transformer:
-    """Loads a model in eval mode.
+    """Loads a model of a natively supported family in eval mode; `caramba_fast.load` takes any causal model.
 
     Args:
         path: a folder as ``save_pretrained`` writes it, a GGUF file, or a Hub id (``organisation/name``), which is

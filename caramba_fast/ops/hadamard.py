@@ -1,7 +1,7 @@
 """The rotation that makes K and V easier to quantize: an orthonormal Walsh-Hadamard transform H over head_dim.
 
 A key or value x is stored as ``H x``. Queries become ``H q``, so that ``q · k`` is unchanged, and outputs are
-transformed back by ``H``, its own inverse. QuaRot's rotation (arXiv:2404.00456); see docs/transforms.md.
+transformed back by ``H``, its own inverse. QuaRot's rotation (arXiv:2404.00456); see docs/formats.md.
 """
 
 from __future__ import annotations
