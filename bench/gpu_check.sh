@@ -13,14 +13,13 @@
 # From the environment:
 #   LIMIT_S   seconds of a stage at most (480)
 #   GRIDS     what bench measures: core (35 cases, a few minutes), full (core first, then as many as there is time for)
-#   MODELS    what model measures: llama-3.2-1b and llama-3.1-8b, behind CONTEXTS tokens (4096 32768 131072)
+#   MODELS    what model measures: llama-3.2-1b and llama-3.1-8b, at CONTEXTS cached tokens (4096 32768 131072)
 #   WHEELS    a folder with wheels of what the machine lacks, which build installs ("make gpu-wheels" fills one);
 #             without pydantic only the grid of parity, sanitize, bench and tune run
 #   PYTHON    the interpreter (python3)
 #   CARAMBA_FAST_BUILD_CPP   1: build also compiles the C++ kernels, which no stage needs (0)
 #   CARAMBA_FAST_WORK        where marks and tables lie between calls (below TMPDIR)
 #
-# A machine that is lent for a quarter of an hour, ten minutes a command: docs/gpu.md has a plan.
 # Exit status: 0 all well or no CUDA device, 1 a stage failed, 2 wrong arguments.
 
 set -euo pipefail

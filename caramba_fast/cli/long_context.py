@@ -101,7 +101,7 @@ def measure_real(folder: Path, say: Callable[[str], None]) -> list[LongRow]:
     ids = tokenizer(held_out_text()[:16384], return_tensors="pt").input_ids[:, :PROMPT_TOKENS]
     rows = []
     for cache in (STOCK, *CACHES):
-        say(f"{folder.name}: {cache} behind {ids.shape[1]:,} tokens of text")
+        say(f"{folder.name}: {cache} after {ids.shape[1]:,} tokens of text")
         clock = _Clock()
         if cache != STOCK:
             accelerate(model, cache)
@@ -184,14 +184,14 @@ def run_long_context(
     written = measure_real(REAL, say) if (REAL / "config.json").is_file() else []
     pause()
     show(console, SHAPE_NAME, rows)
-    notes = f"Single steps of transformers behind caches that were filled, batch 1, median of {ROUNDS} rounds in turn."
+    notes = f"Single steps of transformers with filled caches, batch 1, median of {ROUNDS} interleaved rounds."
     console.print(
-        f"{notes} Behind few tokens a cache costs next to nothing.", style="dim", highlight=False
+        f"{notes} At short contexts a cache costs next to nothing.", style="dim", highlight=False
     )
     if written:
         show(
             console,
-            f"\n{REAL.name}, {NEW_TOKENS} tokens behind real text, model.generate()",
+            f"\n{REAL.name}, {NEW_TOKENS} tokens after real text, model.generate()",
             written,
         )
         for text in dict.fromkeys(row.text for row in written):

@@ -79,7 +79,7 @@ TIMEOUT = 60.0
 HOST_BYTES = 2048
 #: Global rank whose process hosts the store, unless torchrun does.
 STORE_RANK = 0
-#: How many groups of each ranks this process has made, by the group of all ranks.
+#: Number of groups made so far by their ranks, by the group of all ranks.
 _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 

@@ -188,7 +188,7 @@ def capabilities_of(model: PreTrainedModel) -> Capabilities:
     """
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     sizes = [getattr(getattr(end, "weight", None), "shape", None) for end in ends]
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     depths = _KNOWN.setdefault(model, {})
     known = depths.get(depth)
     # generate() gives an assistant with another tokenizer a head without weights for a while.

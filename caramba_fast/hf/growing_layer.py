@@ -141,16 +141,17 @@ class CarambaLayer(StoringLayer, PackedLayer):
             self.check_rows(keys.shape[0])
             self.lazy_initialization(keys, values)
             store = self._made()
-        if store.is_empty and self.dtype != keys.dtype:  # after `reset`
-            self.dtype = keys.dtype
-            self._set_held_below()
         if store.device != keys.device:
             store = self.store = store.to(keys.device)
+        if store.is_empty:
+            self._follow(keys)
         self._leave_behind(keys.shape[2])
         store = self._made()
         needed = store.pos + keys.shape[2]
         if needed > store.max_seq_len:
-            store.grow(max(needed, int(GROWTH * store.max_seq_len)))
+            ahead = int(GROWTH * store.max_seq_len)
+            most = min(self._room, self.common.longest or ahead)
+            store.grow(max(needed, min(ahead, most) if needed <= most else ahead))
         return store
 
     def check_rows(self, rows: int) -> None:
@@ -193,7 +194,8 @@ class CarambaLayer(StoringLayer, PackedLayer):
         count = max(store.pos - (window - 1) - SLACK, 0) // step * step
         if count:
             room = max(self._room, store.pos - count + coming)
-            room = min(room, max(self.common.room or room, store.pos - count + coming))
+            expected = max(self.common.room or 0, self.common.longest or 0) or room
+            room = min(room, max(expected, store.pos - count + coming))
             moved, dropped = store.without_front(count, room), self.dropped + count
             # In one call: an interrupt comes before or after it.
             vars(self).update(store=moved, dropped=dropped)

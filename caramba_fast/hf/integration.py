@@ -237,11 +237,10 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     longest = int(bound.arguments["max_cache_length"])
     if bound.arguments["generation_mode"] == GenerationMode.ASSISTED_GENERATION:
         longest += config.prompt_lookup_num_tokens or 0  # such drafts may go beyond the last token
-    room = _first_room(config, model_kwargs, longest)
+    first = _first_room(config, model_kwargs, longest)
     given = model_kwargs.get(CACHE)
     if isinstance(given, CarambaCache):
-        given.common.check_length(longest)
-        given.reserve(room)
+        given.expect(first, longest)
     _dynamic_if_assisted(config, bound.arguments["generation_mode"])
     wanted = config.cache_implementation
     if given is not None or config.use_cache is False or wanted not in OURS_FOR:
@@ -261,7 +260,8 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             answers = max(config.num_beams or 1, config.num_return_sequences or 1)
             made.initialize(model, answers * int(bound.arguments["batch_size"]))
     else:
-        made = CarambaCache.of(model, state.settings, room, offloading=wanted == "offloaded")
+        made = CarambaCache.of(model, state.settings, offloading=wanted == "offloaded")
+        made.expect(first, longest)
     if getattr(config, "is_assistant", False) and hasattr(made, "activate_past_recording"):
         made.activate_past_recording()  # rejected draft tokens are rolled back
     model_kwargs[CACHE] = made

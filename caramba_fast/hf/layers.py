@@ -54,6 +54,7 @@ class Common:
         config: the decoder's config, which names its attention implementation.
         on_interface: whether that attention can be replaced by ours.
         room: tokens per row to allocate from the start, if known.
+        longest: most tokens that a row is expected to have, beyond which buffers do not grow ahead; None if unknown.
         limit: most tokens of a row; None for no limit.
         leftpad: (B,) int32, the slot of each row's first token; None for slot 0. Replaced, never modified in place.
         query_rms: layer index -> RMS of its queries (`Capabilities.query_rms`).
@@ -66,6 +67,7 @@ class Common:
     config: Any = None
     on_interface: bool = True
     room: int | None = None
+    longest: int | None = None
     limit: int | None = None
     leftpad: Tensor | None = None
     query_rms: dict[int, Tensor] = field(default_factory=dict)
@@ -265,7 +267,14 @@ class StoringLayer(CacheLayerMixin):
         self._set_held_below()
         self.is_initialized = True
 
+    def _follow(self, keys: Tensor) -> None:
+        """A layer without tokens takes the dtype and the device of the first that come."""
+        if (self.dtype, self.device) != (keys.dtype, keys.device):
+            self.dtype, self.device = keys.dtype, keys.device
+            self._set_held_below()
+
     def _set_held_below(self) -> None:
+        self.held_below = math.inf
         if self.device.type != "cpu":
             return
         streams = self._made().streams.values()

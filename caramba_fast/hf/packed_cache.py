@@ -291,6 +291,12 @@ class CarambaCache(StoringCache):
         for layer in self._packed():
             layer.reserve(tokens)
 
+    def expect(self, first: int, longest: int) -> None:
+        """Makes room for rows of ``first`` tokens, which may grow to ``longest``; ValueError beyond ``max_seq_len``."""
+        self.common.check_length(longest)
+        self.common.longest = max(longest, self.common.longest or 0)
+        self.reserve(first)
+
     def to(self, device: torch.device | str) -> CarambaCache:
         """Moves everything to a device; returns itself. Attention needs the cache on the model's device."""
         for layer in self.layers:

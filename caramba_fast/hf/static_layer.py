@@ -122,6 +122,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.check_rows(key_states.shape[0])
         exact = self.is_empty and self.common.settings.prefill == "exact"
         if self.is_empty and eager:
+            self._follow(key_states)
             self._first(values_of(key_states).detach(), value_states.detach())
         elif eager:
             keys, rope = to_append(key_states)

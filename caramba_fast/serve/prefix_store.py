@@ -1,9 +1,9 @@
 """PrefixStore: full pages of prompts in a folder, found again by their tokens after a restart.
 
 Each page is a file with the stored bytes (and the sinks of a first page), its tokens, a hash of those before it, its
-scope, and the model and storage it belongs to, under a checksum. It is looked up by a hash of all tokens up to its end,
-and used only if all of these are equal.
-Damaged files are deleted and logged. Files are replaced atomically, so a killed process leaves none half written.
+scope, and the model and storage it belongs to, under a checksum. It is looked up by a hash of all tokens up to its
+end, and used only if all of these are equal. Damaged files are deleted and logged. Files are replaced atomically, so a
+killed process leaves none half written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from caramba_fast.serve.request import PagedSequence, is_salted
 from caramba_fast.writing import replacing
 
 LOG = logging.getLogger("caramba_fast.serve")
-#: Versions 1 and 2 had all tokens up to the page's end instead of their hash; they are written again.
+#: Pages of versions 1 and 2, which had all tokens up to their end, are not found: they go as others do that are unused.
 WHAT, VERSION = "page of a prefix", 3
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{40}\.page")
 #: Bytes of pages that may wait to be written; pages beyond that are not kept.
@@ -100,7 +100,7 @@ class PrefixStore:
             "storage": {name: stream.config.model_dump(mode="json") for name, stream in streams},
             "page_size": self.pool.page_size,
         }
-        self._mark = blake2b(repr(self._about).encode(), digest_size=8).hexdigest()
+        self._mark = blake2b(repr((VERSION, self._about)).encode(), digest_size=8).hexdigest()
         self._epoch = epoch  # at last: an interrupted call is repeated
 
     def _found(self) -> OrderedDict[str, int]:
@@ -135,12 +135,10 @@ class PrefixStore:
         for place, name in islice(enumerate(names), start, None):
             with self._changing:
                 known = name in self._files
-            about = self._about_page(scope, names, place)
-            page = (
-                self._read(name, about, tokens[place * size : (place + 1) * size])
-                if known
-                else None
-            )
+            page = None
+            if known:
+                wanted = self._about_page(scope, names, place)
+                page = self._read(name, wanted, tokens[place * size : (place + 1) * size])
             if page is None:
                 self._drop_missing(names[place + 1 :])
                 return
@@ -196,15 +194,13 @@ class PrefixStore:
         tokens: array[int],
     ) -> StoredPage:
         """The page in a file; raises SealedFileError if its model, storage, scope or tokens differ."""
-        if "before" not in about:
-            raise SealedFileError("an earlier version of caramba-fast wrote it")
         if about.get("of") != wanted["of"]:
             raise SealedFileError("it is of another model or another storage of the cache")
         if about.get("scope") != wanted["scope"]:
             raise SealedFileError("it is of another scope: whoever asks may not share it")
         held = tensors.pop("tokens", None)
         same = held is not None and held.dtype == torch.int32 and held.tolist() == tokens.tolist()
-        if not same or about["before"] != wanted["before"]:
+        if not same or about.get("before") != wanted["before"]:
             raise SealedFileError("it is of other tokens")
         first = not wanted["before"]
         shapes = [(x.shape[1:], x.dtype) for x in self.pool.page_buffers]

@@ -265,20 +265,36 @@ def test_every_page_of_a_long_prompt_has_its_own_tokens_alone(servers: Servers) 
     assert len(sizes) == 12 and len(set(sizes)) == 2, f"the first has the sinks: {sizes}"
 
 
-def test_a_page_of_an_earlier_version_is_written_again(
+def test_pages_of_an_earlier_version_are_not_used_and_all_written_again(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = text(1, 3 * PAGE + 5)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(prefix_store, "VERSION", 2)
+        hits(servers.start(), prompt)
+        servers.stop()
+    assert hits(servers.start(), prompt) == 0
+    again = servers.start()
+    assert hits(again, prompt) == 3 * PAGE
+    assert "and 3 of other models or storage" in again.store.describe()
+
+
+def test_a_page_with_other_tokens_before_it_is_not_used(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt = text(1, PAGE + 5)
-    hits(servers.start(), prompt)
+    """As where two prompts differ in their first page, have one second page, and their hashes collide."""
+    prompt, other = text(1, 2 * PAGE + 5), text(2, PAGE)
+    other += prompt[PAGE:]
+    serving = servers.start()
+    hits(serving, prompt)
+    hits(serving, other)
+    names = [serving.store._names("salt all", small_tokens(x), 2)[1] for x in (prompt, other)]
     servers.stop()
-    (file,) = servers.files
-    about, tensors = read_sealed(file, WHAT, VERSION)
-    del about["before"]
-    write_sealed(file, WHAT, 2, about, tensors)
+    first, second = (servers.folder / name for name in names)
+    first.write_bytes(second.read_bytes())
     with caplog.at_level(logging.WARNING, "caramba_fast.serve"):
-        assert hits(servers.start(), prompt) == 0
-    assert "an earlier version of caramba-fast wrote it" in caplog.text
-    assert hits(servers.start(), prompt) == PAGE
+        assert hits(servers.start(), prompt) == PAGE
+    assert "it is of other tokens" in caplog.text
 
 
 def test_pages_that_somebody_deletes_are_written_again(servers: Servers) -> None:
