@@ -100,7 +100,6 @@ class BeamSearch:
             for limit in run.limits
         ]
         self.length = 0
-        run.watch.resume()
 
     def search(self, logits: Tensor, wanted: int) -> BeamResult:
         """Searches from the logits (B, V) after the prompts; returns ``wanted`` answers each."""

@@ -30,9 +30,9 @@ class GenerationMetrics:
 
     Attributes:
         prompt_tokens, new_tokens: prompt tokens (without padding) and generated tokens, over all rows.
-        ttft_s: seconds from the call to the first token (prefill and first sample).
-        inter_token_p50_s, inter_token_p99_s: seconds between steps, nan with fewer than two.
-        total_s: seconds of the whole call.
+        ttft_s: seconds of the first step (prefill and first sample), without tokenizing and allocating the cache.
+        inter_token_p50_s, inter_token_p99_s: seconds of a decode step (median, 99th percentile); nan without one.
+        total_s: seconds of all steps, without the consumer's time between them.
         tokens_per_s: new tokens over total_s.
         decode_tokens_per_s: tokens after the first of each row over the time they took.
         cache_bytes: bytes the cache has allocated.
@@ -65,8 +65,9 @@ class GenerateOutput:
         new_tokens: tokens generated in each row.
         metrics: of the call.
         report: what was in force: cache kind, bytes, decode plan, CUDA graph, speculation.
-        scores: processed logits (B, V) float32 of each step, with ``output_scores``.
-        logits: the model's logits (B, V) of each step, with ``output_logits``.
+        scores: processed logits (B, V) float32 of each step, with ``output_scores``; with beams log-probabilities,
+            (B * num_beams, V).
+        logits: the model's logits (B, V) of each step, with ``output_logits``; with beams (B * num_beams, V).
         sequences_scores: (B,) the final score of each row, with beams.
         logprobs: log-probabilities of the new tokens of each row, with ``logprobs``.
         beam_indices: (B, new) the beam each token was added to, -1 after the end, with beams.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -330,6 +331,23 @@ def test_metrics_of_a_second_call_are_its_own(model: Transformer) -> None:
     assert generator.metrics is not first
     assert generator.metrics is not None
     assert (generator.metrics.prompt_tokens, generator.metrics.new_tokens) == (len(MORE), 3)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_the_time_to_the_first_token_has_the_prompt(
+    num_beams: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Transformer.forward
+
+    def slow(self: Transformer, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.2 if tokens.shape[1] > 1 else 0)
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(Transformer, "forward", slow)
+    generator = greedy(model, max_new_tokens=3, num_beams=num_beams)
+    generator.generate([A])
+    assert generator.metrics is not None
+    assert generator.metrics.ttft_s > 0.2 > generator.metrics.inter_token_p50_s
 
 
 def test_one_token_has_no_time_between_tokens(model: Transformer) -> None:
