@@ -68,7 +68,7 @@ class DecodeBatch:
     """One token of each of up to ``rows`` sequences.
 
     Args:
-        rows: R, padding rows included; at first all are.
+        rows: R, padding rows included; before `fill` all rows are padding.
         pool: the pool that holds the pages.
 
     Attributes:

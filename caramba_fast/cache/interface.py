@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 QueryRms = Callable[[], Mapping[str, Tensor]]
-"""Gives the root mean square of queries by channel, (H_kv, D) float32, of streams of keys by name."""
+"""Returns the root mean square of the queries per channel, (H_kv, D) float32, by name of the key stream."""
 
 
 class AttentionLimits(NamedTuple):
@@ -204,7 +204,7 @@ class CachedRows(ABC):
 
 
 class KeysAndValues(CachedRows):
-    """append and attend of a layer of standard attention."""
+    """Append and attend for a layer of standard attention."""
 
     def append(
         self,
@@ -244,14 +244,19 @@ class KeysAndValues(CachedRows):
             before: how many of the newest tokens of every row follow these T; they are not visible to the queries.
             options: softmax_scale, window_size, softcap, … of `ops.decode_attention`.
 
+        Returns:
+            (B, H_q, T, D_v) in q's dtype; with ``return_softmax_lse=True`` also lse (B, H_q, T) float32.
+
         Raises:
-            ValueError: more queries than cached tokens, or an invalid option.
+            TypeError: a wrong dtype, or an unknown option.
+            ValueError: an invalid option, more queries than cached tokens, or, with an fp16 tail, more than tail_slack,
+                except those of the latest append.
         """
         return self.attend_from((q,), before, {**options})
 
 
 class DecoupledKeysAndValues(CachedRows):
-    """append and attend of a layer of decoupled attention."""
+    """Append and attend for a layer of decoupled attention."""
 
     def append(
         self,

@@ -114,8 +114,8 @@ class LayerCache(LayerRows):
             cache_leftpad: (B,) int32, leading slots that hold padding, as given to `append`.
             as_read: use the tail and sinks as attention of the newest token does. A tail reaches residual_len tokens
                 back from each query, so earlier queries of a multi-token step would read more in fp16.
-            queries: with ``as_read``, how many of the newest tokens ask: all read what the oldest of them does, so that
-                none sees codes that later tokens helped to choose. Numbers beyond what `attend` takes count as that.
+            queries: with ``as_read``, how many of the newest tokens are queries. All read what the oldest of them does,
+                so that none sees codes chosen with later tokens. Clipped to what `attend` takes.
         """
         earlier = max(0, min(queries, self.attendable) - 1) if as_read else 0
         if earlier < max(1, self.tail_slack):

@@ -22,7 +22,7 @@ class RowLengths:
         seq_lens: (B,) int32 on the device, updated in place, equal to ``host``.
         newest: tokens of the last append, padding included; 0 after any other change.
         query_lens: (B,) int32, how many of these are real in each row; None for all.
-        memory: the address of ``seq_lens`` on a CPU, and what is there; None until it is written without an op.
+        memory: on a CPU, the address of ``seq_lens`` and a `memoryview` of it, to write without an op; None until used.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:

@@ -185,8 +185,8 @@ class ModelKVCache:
     def restore(self, row_lengths: list[int]) -> None:
         """Rolls all layers back to `row_lengths` from before a forward pass that failed half way.
 
-        If that fails, as when memory runs out, all tokens are removed rather than some layers left with too many; a
-        cache emptied so stays empty.
+        If that fails, for example because memory runs out, all tokens are removed, so that layers never differ; later
+        calls leave it empty.
         """
         try:
             for layer in self.layers:

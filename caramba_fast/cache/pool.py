@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PageBytes = list[Tensor]
-"""What pages hold when they have been taken out of the pool: the buffers of every stream of every layer."""
+"""Contents of pages copied out of the pool: one tensor per buffer (codes, scales) of every stream and layer."""
 
 
 class PagePool:
@@ -77,7 +77,7 @@ class PagePool:
                 )
 
     def places(self, most: int) -> int:
-        """How many of ``most`` sequences may run at once: at most the number of rings, if the storage has rings."""
+        """Sequences that may run at once: the smaller of ``most`` and the number of rings, or ``most`` without any."""
         return min(most, self.rings) if self.has_rings else most
 
     @property

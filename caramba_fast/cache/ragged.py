@@ -164,7 +164,7 @@ class _Rings:
 
 
 class RaggedBatch:
-    """What one forward pass appends and attends to.
+    """The new tokens of one forward pass, and the pages they are stored in and attend to.
 
     Args:
         stretches: stretches of a single token must come before all others.

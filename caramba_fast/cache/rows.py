@@ -168,7 +168,7 @@ class LayerRows(CachedRows):
         """Reorders rows: new row b is old row ``beam_idx[b]`` (beam search). A paged cache shares pages.
 
         ``beam_idx`` is a (B,) integer tensor, never read from a device: on the CPU if the cache is paged or rows differ
-        in length.
+        in length. TypeError for no tensor; ValueError for another tensor or, on the CPU, an index out of range.
         """
         _check_order(beam_idx, self.batch_size)
         self.narrow_tails()

@@ -69,8 +69,11 @@ class KVCacheTensorConfig(BaseModel):
             besides the codes; the same for all tensors of a layer. 0 for none. Per-channel kinds read whole groups in
             fp16, until their last token is that far away.
         tail_slack: additional tokens in the ring, so that up to this many can be verified (speculative decoding) or
-            cropped at once without loss.
+            cropped at once without loss; the same for all tensors of a layer.
         sink_len: number of first tokens of a row that are also read in fp16; the same for all tensors of a layer.
+
+    Raises:
+        ValidationError: (a ValueError) an unknown field or kind, or a value that is not allowed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

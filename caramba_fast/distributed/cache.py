@@ -182,9 +182,9 @@ class ContextParallelKVCache(ModelKVCache):
         batch_size, max_seq_len: rows, and tokens of a row over all ranks.
         k_cfg, v_cfg: storage of K and V.
         group, page_size, rank_tokens: as in `Context`.
-        options: device and prefill of `ModelKVCache`. With ``prefill="exact"``, a prompt on an empty cache attends to
-            its exact keys and values on every rank, without a collective. With "stored", and for all later chunks,
-            attention reads the stored keys and values of all ranks.
+        options: device, prefill, k_sem_cfg and k_geo_cfg of `ModelKVCache`. With ``prefill="exact"``, a prompt on an
+            empty cache attends to its exact keys and values on every rank, without a collective. With "stored", and
+            for all later chunks, attention reads the stored keys and values of all ranks.
 
     Raises:
         ValueError: as `ModelKVCache`, or ``rank_tokens`` too small for ``max_seq_len``.

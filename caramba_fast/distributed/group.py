@@ -85,7 +85,7 @@ _made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionar
 
 @dataclass
 class Traffic:
-    """Data moved by collectives: their number, bytes this rank gave, and bytes received from other ranks."""
+    """Data moved by `RankGroup.all_gather`: number of calls, bytes this rank gave, bytes received from other ranks."""
 
     collectives: int = 0
     given: int = 0
@@ -109,7 +109,7 @@ class RankGroup:
 
     Attributes:
         rank, size: this rank, and the number of ranks.
-        traffic: data moved so far.
+        traffic: data moved by `all_gather` so far; `gather_on_host` and collectives within a model are not counted.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.

@@ -93,7 +93,7 @@ class ParallelModel:
         return int(self.group.gather_on_host(torch.tensor([mine], device="cpu")).max())
 
     def begin_together(self, call: Mapping[str, object]) -> None:
-        """Waits until all ranks begin a call, and compares it; ``call`` maps what has to agree to its value.
+        """Waits until all ranks begin a call, and checks that ``call``, values by name, is the same on all of them.
 
         Raises:
             ValueError: the ranks were given different calls; on every rank.
@@ -116,7 +116,7 @@ class ParallelModel:
             )
 
     def differing(self, call: Mapping[str, object]) -> list[str]:
-        """The names of what differs between any two ranks, those that only a model within this one runs on too."""
+        """Names of the items of ``call`` that differ between any ranks, those of a wrapped ParallelModel included."""
         within = self.model.differing(call) if isinstance(self.model, ParallelModel) else []
         digests = [hashlib.sha256(repr(item).encode()).digest()[:8] for item in call.items()]
         known = [name in within for name in call]

@@ -159,13 +159,13 @@ class CarambaCache(StoringCache):
         model: the model the cache is for. It must use our attention (`accelerate`, or `register` and
             ``model.set_attn_implementation("caramba_fast")``), or every step dequantizes.
         cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
-        max_seq_len: most tokens of a row, padding included, allocated up front. Exceeding it raises ValueError before
-            anything is written. None for no limit.
+        max_seq_len: most tokens of a row, padding included; memory for them is allocated with the first tokens.
+            Exceeding it raises ValueError before anything is written. None for no limit.
         offloading: whether layers stay on the CPU while they are not attended to.
-        prefill, fields: as in `CacheSettings.of`.
+        options: ``prefill`` and the fields of `CacheSettings.of`.
 
     Raises:
-        TypeError: the model keeps no keys and values of its own; the message says why.
+        TypeError: the model cannot use such a cache (encoder-decoder, recurrent, …); the message says why.
         ValueError: unknown kind or setting.
     """
 

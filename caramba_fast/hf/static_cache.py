@@ -35,8 +35,9 @@ class CarambaStaticCache(StoringCache):
         model: the model the cache is for. It must use our attention (`accelerate`, or `register` and
             ``model.set_attn_implementation("caramba_fast")``).
         cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
-        max_cache_len: capacity of a row in tokens. Exceeding it raises where masks are made outside of compiled code,
-            as in `generate`. A forward pass compiled as a whole cannot raise; it drops the excess tokens.
+        max_cache_len: capacity of a row in tokens. Exceeding it raises ValueError where masks are made outside of
+            compiled code, as in `generate`. A forward pass compiled as a whole cannot raise; it drops the excess
+            tokens.
         options: as in `CacheSettings.of`.
 
     Raises:
@@ -130,27 +131,27 @@ class CarambaStaticCache(StoringCache):
         return True
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: see `_fixed`."""
+        """Raises NotImplementedError: rows, device and buffers are fixed."""
         self._fixed(f"batch_repeat_interleave({repeats})")
 
     def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refused: see `_fixed`."""
+        """Raises NotImplementedError: rows, device and buffers are fixed."""
         self._fixed(f"batch_select_indices of {indices.numel()}")
 
     def offload(self, layer_idx: int, *_: Any, **__: Any) -> NoReturn:
-        """Refused: see `_fixed`."""
+        """Raises NotImplementedError: rows, device and buffers are fixed."""
         self._fixed(f"offload({layer_idx})")
 
     def prefetch(self, layer_idx: int, *_: Any, **__: Any) -> NoReturn:
-        """Refused: see `_fixed`."""
+        """Raises NotImplementedError: rows, device and buffers are fixed."""
         self._fixed(f"prefetch({layer_idx})")
 
     def state_dict(self) -> NoReturn:
-        """Refused: see `_fixed`."""
+        """Raises NotImplementedError: rows, device and buffers are fixed."""
         self._fixed("state_dict")
 
     def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: see `_fixed`."""
+        """Raises NotImplementedError: rows, device and buffers are fixed."""
         self._fixed("load_state_dict")
 
     def _fixed(self, asked: str) -> NoReturn:

@@ -177,17 +177,17 @@ class SpeculativeConfig(GenerateConfig):
     """Settings of `SpeculativeGenerator`: those of `GenerateConfig` and these.
 
     Attributes:
-        spec_k: tokens to draft per step (at first, if K adapts); aliases num_assistant_tokens and
+        spec_k: tokens to draft per round (initially, with spec_k_adaptive); aliases num_assistant_tokens and
             prompt_lookup_num_tokens.
         spec_k_adaptive: adapt K to the acceptance rate.
         spec_k_min, spec_k_max: the range of K.
         spec_target_acceptance: after each interval K grows if its acceptance rate reaches this, else it shrinks.
-        spec_k_interval: rounds of an interval.
+        spec_k_interval: rounds of an interval; rounds without a draft do not count.
         spec_method: "reject_sampling" accepts a drafted token with probability min(1, p/q) and resamples a rejected
             one from max(0, p - q) (arXiv:2211.17192): most tokens per pass. "sample_match" samples from the target
             and accepts while the draft is the same: fewer tokens per pass, but one row with a seed gets the same
             tokens as without a draft. Both keep the target's distribution.
-        spec_extra_token: after a fully accepted draft, also take the next token, which the same pass gives.
+        spec_extra_token: after a fully accepted draft, also take the next token, which that pass computed.
         spec_disable_below_accept: if the acceptance rate of the run is below this at the end of an interval, the
             rest of the run is decoded without speculation; 0 never.
         spec_draft_cache_kind: cache spec of the draft model; None for the target's, or fp16 if that is "auto".

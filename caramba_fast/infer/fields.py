@@ -158,8 +158,8 @@ class EditFields(Fields):
         logit_bias: token id -> bias added to its logit; -inf bans it.
         sequence_bias: (tokens, bias) pairs; the bias is added to the last token if the row ends with the tokens before
             it. A mapping from tuples of ids is accepted too.
-        bad_words_ids: token sequences that are never completed; an end-of-sequence token alone is ignored, as in
-            transformers.
+        bad_words_ids: token sequences that are never completed; one that is only an end-of-sequence id is ignored, as
+            in transformers.
         suppress_tokens: ids that are never generated.
     """
 
@@ -216,7 +216,8 @@ class StructureFields(Fields):
 
     Attributes:
         logprobs: return the log-probability of every new token and of this many most likely ones in its place, from
-            the model's distribution before penalties, temperature and filters. None for none.
+            the model's distribution before penalties, temperature and filters. None for none. In a `Generator` it needs
+            ``return_dict=True``.
         structured_outputs: a constraint on the answer; needs a tokenizer, and llguidance (extra ``serve``).
     """
 

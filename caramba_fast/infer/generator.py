@@ -52,16 +52,16 @@ class Generator(SavableGenerator):
             ``PeftModel``), or a ``model(tokens, ctx=...)``.
         config: settings; by default `GenerateConfig()`.
         device: device to move the model to; by default it is not moved.
-        tokenizer: anything with ``decode(ids) -> str``; stop strings need it.
+        tokenizer: anything with ``decode(ids) -> str``; stop strings need it. Text prompts also need ``encode``.
         calibration_ids: (N,) or (B, T) token ids of representative text, on which ``cache="auto"`` measures quality;
-            by default the model generates it.
+            by default the model generates it. ValueError with any other cache.
         overrides: fields of GenerateConfig to change.
 
     Raises:
         TypeError: the model lacks parts of `LanguageModel`; the message lists them.
         ValueError: settings that are invalid by themselves or for this model.
-        RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded, or compile=True and it
-            cannot be compiled.
+        RecordingError: (a RuntimeError, from a decode step) cuda_graph=True and the model cannot be recorded, or
+            compile=True and it cannot be compiled.
     """
 
     @classmethod
@@ -114,7 +114,8 @@ class Generator(SavableGenerator):
         Args:
             input_ids: (B, T) or (T,) token ids, or ragged lists; the output of a transformers tokenizer (ids and mask);
                 or, with a ``tokenizer``, a text or several, to which it adds BOS at the start of a conversation. In a
-                batch of two rows or more without a mask, leading and trailing ``pad_token_id`` are padding.
+                tensor or array of two rows or more without a mask, leading and trailing ``pad_token_id`` are padding.
+                In lists all ids are real.
             attention_mask: (B, T), 1 for real tokens.
             hooks: logits processors, stopping criteria, streamer; its fields may also be passed as ``options``.
             options: fields of `Hooks`, and fields of GenerateConfig for this call only (not those of the cache).
@@ -155,11 +156,14 @@ class Generator(SavableGenerator):
     ) -> Iterator[int] | Iterator[Tensor]:
         """Like `generate`, one step at a time.
 
-        If it ends early (left, an error, Ctrl-C), the conversation holds the prompt and the tokens yielded so far; if
-        there are none, it is as before. An interrupt while a token is handed over may leave that token in it.
+        If it stops early (iterator closed, an error, Ctrl-C), the conversation holds the prompt and the tokens yielded;
+        if there are none, it is as before. An interrupt while a token is handed over may leave that token in it.
 
         Yields:
             an int for a single row, else a (B,) int64 tensor on the CPU, with the padding id for rows that ended.
+
+        Raises:
+            ValueError, TypeError: as `generate`, and for num_beams above 1; raised by the call, not by the iterator.
         """
         config, hooks = self._call(hooks, {**options})
         if config.num_beams > 1:

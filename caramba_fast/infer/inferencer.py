@@ -34,7 +34,7 @@ class GreedySampling:
     """Picks the most likely token."""
 
     def sample(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,) int64; raises ValueError if a row's logits are not finite."""
+        """(B, V) -> (B,) int64; raises ValueError if the largest logit of a row is NaN or infinite."""
         return sample(logits, _GREEDY, None)
 
 
@@ -63,7 +63,7 @@ class RandomSampling:
         self.generator = generator
 
     def sample(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,) int64; raises ValueError if a row's logits are not finite."""
+        """(B, V) -> (B,) int64; raises ValueError if the largest logit of a row is NaN or infinite."""
         return sample(logits, self.config, self.generator)
 
 

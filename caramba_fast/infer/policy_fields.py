@@ -33,7 +33,8 @@ class CachePolicyFields(NamedFields):
         cache_budget_mb: most MiB (2**20 bytes) of the whole cache: all rows, layers and streams, fp16 tail and unused
             slots included; None for no limit. A fixed kind that takes more is an error. The cache of a draft model is
             not counted.
-        cache_quality_max_delta_nll: most nats by which a token may become less likely than with an fp16 cache.
+        cache_quality_max_delta_nll: largest increase of the mean negative log likelihood over an fp16 cache, nats per
+            token.
         cache_quality_max_ppl_ratio: largest perplexity ratio, exp(delta_nll); 1 or more.
         cache_quality_max_mean_kl: largest mean KL(fp16 ‖ candidate) of the next-token distributions, in nats.
         cache_quality_min_needle: smallest share of needles found, relative to an fp16 cache; None is off.
@@ -128,7 +129,7 @@ class DecodePlanFields(NamedFields):
         decode_bucket_mid: most cached tokens of the mid bucket; more are long.
         decode_q_chunk: query tokens processed at a time when a prompt follows a cached prefix: for every length with
             "fixed", in the short bucket with "auto". Bounds memory, changes no result.
-        decode_q_chunk_mid, decode_q_chunk_long: the same in the other buckets; None chooses.
+        decode_q_chunk_mid, decode_q_chunk_long: the same in the other buckets; None is 256 and 128.
         decode_local_window: sliding window: tokens a query attends to in the cache, itself included; for every length
             with "fixed", in the short bucket with "auto". **Changes results**; None for no window.
         decode_local_window_mid, decode_local_window_long: the same in the other buckets.

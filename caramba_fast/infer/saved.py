@@ -1,9 +1,8 @@
 """Saved sessions: the state of a generator in one file, from which a generator continues with the same tokens.
 
 The file holds the tokens, the used part of the cache as stored, the random state, and what these depend on: a digest
-of
-the model, the layout of its cache, and how it is stored and read. Nothing is quantized again, and a file that does not
-fit is rejected before anything changes.
+of the model, the layout of its cache, and how it is stored and read. Nothing is quantized again, and a file that does
+not fit is rejected before anything changes.
 
 The cache and random state of a draft model are saved too. Without them the draft model processes the tokens again.
 """
@@ -82,7 +81,7 @@ def read_session(path: str | Path) -> SavedSession:
     """Reads and verifies a session file.
 
     Raises:
-        SessionError: not a session, damaged, or of a newer format.
+        SessionError: (a ValueError) not a session, damaged, or of a newer format.
         OSError: it cannot be read.
     """
     try:
@@ -160,14 +159,14 @@ class SavableGenerator(StepwiseGenerator):
         Args:
             path: a file that `save` wrote.
             model: the model it was saved with.
-            config: settings. Cache settings it leaves open are those of the file, as is the random state without a
-                ``seed``; those it gives must agree with the file. ``max_seq_len`` may be any that has room, by default
+            config: settings. Cache settings it does not set are taken from the file, and without a ``seed`` the random
+                state; those it sets must agree with the file. ``max_seq_len`` may be any that has room, by default
                 2048 or twice the tokens in the file, whichever is more.
             options: fields of the config, and arguments of the class such as ``tokenizer`` or ``draft_model``.
 
         Raises:
-            SessionError: the file is damaged, truncated, of a newer format, or of another model, cache or setting;
-                the message names it.
+            SessionError: (a ValueError) the file is damaged, truncated, of a newer format, or of another model, cache
+                or setting; the message names it.
             OSError: it cannot be read.
             ValueError, TypeError: invalid settings.
         """

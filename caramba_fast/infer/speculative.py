@@ -44,7 +44,7 @@ class SpeculativeGenerator(Generator):
     """Generates what `Generator` would, in fewer passes of the target model.
 
     Greedy tokens are the same for any draft; sampled ones have the same distribution. Rows of a batch accept
-    independently: a decode plan whose buckets have different windows, by the longest row, is the exception.
+    independently, unless buckets of a decode plan differ in windows: the longest row decides the bucket of all.
 
     Args:
         target_model: the model to generate with.
@@ -53,7 +53,8 @@ class SpeculativeGenerator(Generator):
         device, tokenizer, calibration_ids, overrides: as in `Generator`.
 
     Raises:
-        ValueError: the vocabularies differ, or what `Generator` raises.
+        TypeError: config is no `SpeculativeConfig`; otherwise as `Generator`.
+        ValueError: the vocabularies differ, or ``tail_slack`` is too small for the draft; otherwise as `Generator`.
     """
 
     config: SpeculativeConfig

@@ -31,7 +31,7 @@ class InferContext:
     """Context of one forward pass.
 
     Attributes:
-        caches: one per layer, or None to attend among the tokens alone.
+        caches: one per layer, or None: the tokens attend only to each other.
         positions: (B, T) int64 position of each token in its row.
         pos_offset: cached tokens of the longest row.
         query_lens: real tokens of each row, the rest is padding at the end; None if all are real.

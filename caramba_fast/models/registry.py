@@ -92,8 +92,8 @@ def load(
 ) -> LanguageModel:
     """Loads the language model in a Hugging Face checkpoint folder, in a GGUF file, or on the Hub.
 
-    Families that the native model does not support are loaded with transformers. Of folders only safetensors are read,
-    and no code of the checkpoint is run.
+    Families that the native model does not support are loaded with transformers. From folders only safetensors weights
+    are read, and no code of the checkpoint is run.
 
     Args:
         path: a folder, a ``.gguf`` file, or a Hub id (``organisation/name``), which is downloaded if there is no such
@@ -102,10 +102,15 @@ def load(
         dtype: float32, float16, bfloat16 or their names, or None or "auto" for the checkpoint's own.
         revision: branch, tag or commit of a Hub id.
 
+    Returns:
+        The model in eval mode; no parameter requires a gradient. Native models have merged projections.
+
     Raises:
-        TypeError, ValueError: another dtype.
-        CheckpointError: the path is missing, a pickle or damaged, or neither way supports the model; the message gives
-            both reasons.
+        TypeError: another dtype, or a transformers model that our caches cannot serve.
+        ValueError: an unknown dtype name.
+        CheckpointError: the path is missing, a pickle or damaged, or neither the native model nor transformers loads
+            it.
+        ModuleNotFoundError: a Hub id must be downloaded and huggingface_hub is not installed.
     """
     dtype = dtype_of(dtype)
     folder = checkpoint_folder(path, revision)

@@ -97,7 +97,11 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 class Transformer(nn.Module):
-    """The native language model; satisfies `caramba_fast.models.LanguageModel`."""
+    """The native language model; satisfies `caramba_fast.models.LanguageModel`.
+
+    Args:
+        config: sizes and features; the weights are random until others are loaded.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -171,17 +175,21 @@ class Transformer(nn.Module):
         query_lens: Sequence[int] | None = None,
         logits_index: Tensor | None = None,
     ) -> Tensor:
-        """Logits after each query token; the cache, if given, grows by T tokens per row.
+        """Logits after each query token; each row of the cache, if given, grows by its real tokens.
 
         Args:
             query_token_ids: (B, T) int64, the tokens after those in ``kv_cache``.
-            kv_cache: caches of all layers, or None to attend among the query tokens alone.
+            kv_cache: caches of all layers, or None: the query tokens attend only to each other.
             query_lens: number of real tokens of each row; the rest is padding, whose logits are meaningless. By
                 default all are real.
             logits_index: (B,) int64; compute logits at this position of each row only, instead of T × vocabulary.
 
         Returns:
-            (B, T, V) logits, or (B, 1, V) with ``logits_index``.
+            (B, T, V) logits in the weights' dtype, or (B, 1, V) with ``logits_index``.
+
+        Raises:
+            ValueError, OutOfPagesError: the cache has no room for the tokens; it is as it was.
+            TypeError: the weights are float64.
         """
         batch, length = query_token_ids.shape
         steps = torch.arange(length, device=query_token_ids.device)

@@ -94,7 +94,7 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     """Rotates queries and keys by the angles of their positions.
 
     Args:
-        q: (B, H_q, T, D), any strides; float32, float16 or bfloat16.
+        q: (B, H_q, T, D), D even, any strides; float32, float16 or bfloat16.
         k: (B, H_kv, T, D) of the same dtype.
         cos, sin: (B or 1, T, D), or (B or 1, T, D / 2) if both halves of a head have the same angles; same dtype.
 

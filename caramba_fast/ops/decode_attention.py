@@ -51,9 +51,10 @@ def decode_attention(
         query_lens: (B,) int32, how many of a row's T queries are real; by default all. The others, at the end, get out
             0 and lse -inf, and cache_seqlens does not count them.
         residual_len: keys at a distance of less than this before a query are read from the fp16 tail.
-        null_k, null_v: (H_kv, D), (H_kv, D_v), a learned key and value that every query sees.
-        s_aux: (H_q,) float, attention sinks (gpt-oss): one more logit per head in the softmax, without a value. It
-            counts in lse, so pass it for only one part when parts are merged.
+        null_k, null_v: (H_kv, D), (H_kv, D_v) float32, float16 or bfloat16, a learned key and value that every query
+            sees.
+        s_aux: (H_q,) of the same dtypes, attention sinks (gpt-oss): one more logit per head in the softmax, without a
+            value. It counts in lse, so pass it for only one part when parts are merged.
         softmax_scale: multiplies q·k; default 1 / sqrt(D).
         window_size: (left, right) as in flash-attn, -1 for no limit; a query at position p sees keys from p - left,
             never later than its own.
@@ -69,8 +70,8 @@ def decode_attention(
         out (B, H_q, T, D_v) in q's dtype, and lse if requested. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        RuntimeError: in a backward pass through the results; the op has no derivative.
-        TypeError, ValueError: naming every wrong argument, its value and what is allowed.
+        RuntimeError: in a backward pass through the results, or in forward-mode differentiation; it has no derivative.
+        TypeError, ValueError: an unknown option or invalid argument; the message names it.
     """
     out, lse = attention_call.call(
         decode_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, options
@@ -100,15 +101,15 @@ def decoupled_decode_attention(
         q_geo: (B, H_q, T, D_geo), same dtype.
         k_sem, k_geo, v: the three stored streams, with the same number of heads per lane.
         sem_scale, geo_scale: factors of the two products; default 1 / sqrt(D_sem), 1 / sqrt(D_geo).
-        null_k_sem, null_k_geo, null_v: (H_kv, D) each, all or none.
+        null_k_sem, null_k_geo, null_v: (H_kv, D_sem), (H_kv, D_geo) and (H_kv, D_v), all or none.
         cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
 
     Returns:
         out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if requested.
 
     Raises:
-        RuntimeError: in a backward pass through the results; the op has no derivative.
-        TypeError, ValueError: naming every wrong argument, its value and what is allowed.
+        RuntimeError: in a backward pass through the results, or in forward-mode differentiation; it has no derivative.
+        TypeError, ValueError: an unknown option or invalid argument; the message names it.
     """
     out, lse = attention_call.call(
         decoupled_decode_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v}, cache_seqlens,

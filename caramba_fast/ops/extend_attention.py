@@ -62,8 +62,8 @@ def extend_attention(
         q: (B, H_q, T, D), any T.
         q_chunk: query tokens processed at a time; bounds the scratch memory. The Triton kernels use at least 2,048:
             their scratch is the size of the queries in float32, independent of the cache.
-        batch_invariant: whether a query's result is bit-identical among many queries and among few. If False, the C++
-            kernels read unquantized streams with faster passes for many queries, which sum in another order.
+        batch_invariant: whether a query's result is bit-identical however many queries are in the call. If False, the
+            C++ kernels read unquantized streams with faster passes for many queries, which sum in another order.
         local_window: tokens a query sees, itself included; w means ``window_size=(w - 1, 0)``.
         k, v, cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
 
@@ -71,8 +71,8 @@ def extend_attention(
         out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if requested.
 
     Raises:
-        RuntimeError: in a backward pass through the results; the op has no derivative.
-        TypeError, ValueError: naming every wrong argument, its value and what is allowed.
+        RuntimeError: in a backward pass through the results, or in forward-mode differentiation; it has no derivative.
+        TypeError, ValueError: an unknown option or invalid argument; the message names it.
     """
     out, lse = attention_call.call(
         extend_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, window_of({**options})

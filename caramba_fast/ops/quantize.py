@@ -281,7 +281,8 @@ def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tup
 
     Raises:
         TypeError: ``x`` is not a tensor of an allowed dtype.
-        ValueError: an unknown or unquantized kind or fit, or a block that does not divide dim.
+        ValueError: an unknown or unquantized kind, an unknown fit, a block other than 32, 64 or 128, or a shape that it
+            (or, for per-channel kinds, 32) does not divide.
         RuntimeError: in a backward pass through the scales; the op has no derivative.
     """
     form = checks.quantized_kind(kind)

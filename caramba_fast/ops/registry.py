@@ -224,7 +224,7 @@ def forced_backend() -> str | None:
 
 
 class use_backend:  # noqa: N801 - reads as a verb: use_backend("cpp"), with use_backend("cpp"):
-    """Forces one backend for every op until changed or, as a context manager, for a block.
+    """Forces one backend for every op, in all threads, until changed or, as a context manager, for a block.
 
     Args:
         name: "auto" (the dispatcher chooses), "reference", "cpp" or "triton".

@@ -115,14 +115,15 @@ class KVView:
     """One stored stream (K or V, or one of the two keys of decoupled attention).
 
     Attributes:
-        codes: (B, lanes, S, width), or (pages, lanes, page_size, width) if paged; dtype and width as in the format
-            table.
+        codes: (B, lanes, S, width), or (pages, lanes, page_size, width) if paged, page_size a multiple of 32; dtype
+            and width as in the format table.
         scales: float16, the shape of codes with lane_dim / block as last dimension; for per-channel kinds
             (B, lanes, S / G, 2 * lane_dim), the scales of a group of G tokens followed by the zeros. None for
             unquantized kinds.
         kind: kind name.
         tail: (B, lanes, R, lane_dim) float16, a ring of the newest tokens in the stored basis: token j is in slot
-            j % R. None for no tail. For per-channel kinds it is the only storage of an incomplete group.
+            j % R. None for no tail. For per-channel kinds it is the only storage of an incomplete group. T queries need
+            R >= residual_len + T - 1, plus G - 1 with groups of G, which also need R >= G.
         sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
         rotate: whether all of these are stored in the basis of a Walsh-Hadamard transform over head_dim.
         fit: how append chooses scales (`caramba_fast.ops.quantize`); reading does not depend on it.

@@ -241,7 +241,7 @@ def choose_cache(
     file (it deadlocks on the lock): choose in one process and pass the plan to the others.
 
     Args:
-        model: the model, on the device it will run on.
+        model: a `LanguageModel` (`as_language_model` wraps a transformers model), on the device it will run on.
         settings: budget, gates, and how to measure.
         max_seq_len, batch_size, prefill: of the cache, as in `ModelKVCache`.
         calibration_ids: (N,) or (B, T) token ids of real text to measure on; by default text sampled from the model.
@@ -256,7 +256,8 @@ def choose_cache(
     Raises:
         NoCandidateError: nothing fits, or nothing that fits passes and ``on_no_candidate`` is "raise".
         ValueError: sizes below 1, or settings that do not fit the model or the text.
-        PlanFileError: the plan file cannot be read or written; raised before anything is measured.
+        PlanFileError: the plan file cannot be read, locked or written; before anything is measured, except if the final
+            write fails.
     """
     subject = Subject(
         model, settings, max_seq_len, batch_size, prefill, calibration_ids, recall, seed,

@@ -49,8 +49,8 @@ class CandidateRow(BaseModel):
         step_ms: milliseconds of a decode step, the lowest median of several rounds; None if not timed.
         step_ms_p20, step_ms_p80: 20th and 80th percentile of all timed steps.
         relative_step: step time divided by that of an fp16 cache.
-        status: "chosen", or the stage at which it was rejected.
-        reason: the same in words.
+        status: "chosen", or why not: "budget", "quality", "slower" or "larger".
+        reason: the explanation, as text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

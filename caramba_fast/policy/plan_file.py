@@ -67,7 +67,7 @@ class PlanFile:
     def get(self, key: PlanKey) -> CachePlan | None:
         """The plan of a key, or None; for a key without text, the newest plan that differs only in its text.
 
-        A damaged file is set aside.
+        A damaged file is renamed to ``<name>.damaged-<n>``, with a warning.
         """
         plans = self._read()
         if plans is None:

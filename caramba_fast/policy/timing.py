@@ -53,7 +53,7 @@ class StepTime:
 
 
 def plain_step(model: LanguageModel, cache: ModelKVCache) -> Step:
-    """A forward pass."""
+    """The step as an ordinary forward pass, without a CUDA graph."""
     return lambda tokens: model.forward(tokens, cache)
 
 

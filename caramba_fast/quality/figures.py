@@ -154,7 +154,8 @@ class CacheQuality:
         delta_recall: recall minus the baseline's on the same needles, or nan.
         delta_needle_nll: increase of the answers' negative log likelihood over the baseline's, nats, or nan; it rises
             long before recall drops.
-        pareto: no other cache of the report has both a lower mean_kl and fewer cache bytes.
+        pareto: on the Pareto front of cache_bytes_per_token and mean_kl at this context: no other cache is as good in
+            both and better in one.
         ci: 95% confidence interval (low, high) of each figure that has one, by name; nan for one window.
     """
 

@@ -217,7 +217,10 @@ def _places(
 def draw_needles(
     form: RecallFormat, text: Sequence[int] | np.ndarray, distance: int, trials: int, seed: int = 0
 ) -> list[tuple[np.ndarray, int]]:
-    """``trials`` (prompt, answer) pairs, each in its own span of ``text``."""
+    """``trials`` (prompt, answer) pairs, each in a random span of ``text``; spans may overlap.
+
+    Raises ValueError if ``text`` has fewer than ``distance`` + 64 tokens.
+    """
     rng = np.random.default_rng(seed)
     text = np.asarray(text)
     size = distance + 64

@@ -19,12 +19,12 @@ class EngineConfig(Fields):
         page_size: tokens per page, a multiple of 32. Prefixes are shared in whole pages, and a request wastes half a
             page on average. From 64 on, tokens are exactly those of a contiguous cache; 4-bit kinds in pages of 32
             agree up to the arithmetic of the kernels.
-        num_pages: pages of the pool; or
-        cache_bytes: bytes the pool may take, from which num_pages follows. Without either, the pool holds
-            max_batch_size requests of max_seq_len tokens.
+        num_pages: pages of the pool.
+        cache_bytes: bytes the pool may take, instead of num_pages. Without either, the pool holds max_batch_size
+            requests of max_seq_len tokens.
         max_batch_size: sequences that run at once (vLLM's max_num_seqs); each answer of a request counts.
         max_batch_tokens: tokens of one forward pass: those of decoding sequences first, then chunks of prompts
-            (vLLM's max_num_batched_tokens).
+            (vLLM's max_num_batched_tokens); at least max_batch_size * (1 + lookup_tokens).
         max_waiting: requests that may wait; more are refused with `EngineFullError`.
         max_prompt_chars: longest text prompt in characters; longer ones are refused before they are tokenized. The
             default is max_seq_len times the longest token of the vocabulary: no longer text could fit, unless the
@@ -35,8 +35,8 @@ class EngineConfig(Fields):
         max_logprobs: largest logprobs of a request.
         max_structure_chars: characters of the schema, regular expression or grammar of structured_outputs; it is
             compiled when the request is added.
-        fair_tokens: tokens of a turn: when others wait for a place or pages, a sequence that has generated this many
-            is preempted and continues after them.
+        fair_tokens: when others wait for a slot or pages, a sequence that has generated this many tokens in its turn is
+            preempted and continues after them.
         prefix_caching: keep pages of finished requests until their space is needed, and reuse them for requests of
             the same ``cache_salt`` that begin alike.
         cache_salt: the salt of requests that give none. With None they share with nobody, except that requests of one
@@ -48,10 +48,10 @@ class EngineConfig(Fields):
         prefix_store_bytes: most bytes of the folder; the least recently used pages are deleted.
         preemption: how the newest request gives its pages back when pages run out: "recompute" reads its tokens
             again later, "swap" moves the packed bytes to host memory and back.
-        swap_bytes: most host memory for that; what does not fit is recomputed.
+        swap_bytes: most bytes of host memory for swapped pages; what does not fit is recomputed.
         num_splits: split-KV of attention over several sequences. -1: equal shares of the whole batch, so that a long
             sequence is not the slowest; its rounding then depends on the others. 1 or more: that many parts of each
-            sequence, by its own length alone (batch invariant). 0: whatever is fast for the batch's shape.
+            sequence, by its own length alone (batch invariant). 0: the kernels choose by the batch's shape.
         lookup_tokens: draft tokens by prompt lookup for each decoding sequence and step, 0 for none. The tokens of a
             request do not change, sampled or not.
     """

@@ -64,11 +64,14 @@ class EngineRequests:
     cancel_request = cancel
 
     def pause(self, request_id: str) -> None:
-        """Schedules nothing for a request until `resume`; others may preempt it if they need its place or pages."""
+        """Schedules nothing for a request until `resume`; others may preempt it if they need its place or pages.
+
+        Raises KeyError if no such request is under way.
+        """
         self._request(request_id).paused = True
 
     def resume(self, request_id: str) -> None:
-        """Resumes a paused request."""
+        """Resumes a paused request; raises KeyError if no such request is under way."""
         self._request(request_id).paused = False
 
     def _request(self, request_id: str) -> Request:
@@ -144,6 +147,8 @@ class EngineRequests:
 
 class Engine(EngineRequests):
     """Continuous batching over a paged, shared cache.
+
+    It takes one call at a time; `step`, `add_request` and the like raise RuntimeError during another.
 
     Args:
         model: the native `Transformer`, or a causal language model of transformers whose attention reads packed
@@ -252,7 +257,7 @@ class Engine(EngineRequests):
 
     @whole
     def take_on(self, prepared: Prepared) -> str:
-        """Adds a prepared request; returns its id. A late one needs no place: it ends at the next step.
+        """Adds a prepared request; returns its id. One past its deadline needs no place: it ends at the next step.
 
         Raises:
             ValueError: its id is in use.
@@ -351,6 +356,7 @@ class Engine(EngineRequests):
 
         Raises:
             ValueError, TypeError: a prompt or setting that `add_request` refuses; then none is generated.
+            EngineFullError: every place in the queue is taken, and every request is paused.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts is text; a list of prompts is needed")

@@ -106,7 +106,7 @@ class EngineMetrics:
         drafted, accepted: tokens of prompt lookup.
         finished, cancelled, failed: requests. Those of clients that went away count as cancelled, those past a
             deadline or with an error as failed.
-        pages, pages_held, pages_kept: pages of the pool; held by sequences; held by none, with known content.
+        pages, pages_held, pages_kept: pages in the pool; in use by sequences; unused, but cached for reuse.
         cache_bytes, swapped_bytes: bytes of the pool, and in host memory.
         busy_s: seconds spent in steps.
         tokens_per_s: new tokens over busy_s.

@@ -64,7 +64,7 @@ class RequestOutput:
 
     @property
     def status(self) -> RequestStatus:
-        """FINISHED or FAILED."""
+        """FAILED if an answer was cancelled, passed its deadline or had an error; else FINISHED."""
         failed = any(reason in ENDED_BADLY for reason in self.finish_reasons)
         return RequestStatus.FAILED if failed else RequestStatus.FINISHED
 
