@@ -22,7 +22,7 @@ from caramba_fast.hf.capabilities import check_cacheable, unwrapped
 from caramba_fast.hf.changing_rope import rereads_beyond
 from caramba_fast.hf.compat import CACHE, CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
-from caramba_fast.hf.packed_cache import CarambaCache, StoringCache
+from caramba_fast.hf.packed_cache import CarambaCache, StoringCache, expect
 from caramba_fast.hf.packed_trial import is_compiled
 from caramba_fast.hf.scope import NAME, decoder_configs, implementation, set_implementation
 from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings, StorageOptions
@@ -240,7 +240,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     first = _first_room(config, model_kwargs, longest)
     given = model_kwargs.get(CACHE)
     if isinstance(given, CarambaCache):
-        given.expect(first, longest)
+        expect(given, first, longest)
     _dynamic_if_assisted(config, bound.arguments["generation_mode"])
     wanted = config.cache_implementation
     if given is not None or config.use_cache is False or wanted not in OURS_FOR:
@@ -261,7 +261,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             made.initialize(model, answers * int(bound.arguments["batch_size"]))
     else:
         made = CarambaCache.of(model, state.settings, offloading=wanted == "offloaded")
-        made.expect(first, longest)
+        expect(made, first, longest)
     if getattr(config, "is_assistant", False) and hasattr(made, "activate_past_recording"):
         made.activate_past_recording()  # rejected draft tokens are rolled back
     model_kwargs[CACHE] = made

@@ -148,6 +148,13 @@ class StoringCache(PackedCache):
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, StoringLayer))
 
 
+def expect(cache: CarambaCache, first: int, longest: int) -> None:
+    """Makes room for rows of ``first`` tokens, which may grow to ``longest``; ValueError beyond ``max_seq_len``."""
+    cache.common.check_length(longest)
+    cache.common.longest = max(longest, cache.common.longest or 0)
+    cache.reserve(first)
+
+
 class CarambaCache(StoringCache):
     """A quantized cache for a transformers model: its ``cache=``, or ``past_key_values=`` before transformers 5.24.
 
@@ -290,12 +297,6 @@ class CarambaCache(StoringCache):
         self.common.room = max(tokens, self.common.room or 0)
         for layer in self._packed():
             layer.reserve(tokens)
-
-    def expect(self, first: int, longest: int) -> None:
-        """Makes room for rows of ``first`` tokens, which may grow to ``longest``; ValueError beyond ``max_seq_len``."""
-        self.common.check_length(longest)
-        self.common.longest = max(longest, self.common.longest or 0)
-        self.reserve(first)
 
     def to(self, device: torch.device | str) -> CarambaCache:
         """Moves everything to a device; returns itself. Attention needs the cache on the model's device."""
