@@ -340,8 +340,8 @@ def test_pages_used_longest_ago_go(servers: Servers) -> None:
     prompts = [text(seed, 2 * PAGE + 5) for seed in range(4)]
     hits(servers.start(), prompts[0])
     servers.stop()
-    page = max(file.stat().st_size for file in servers.files)
-    most = int(4.5 * page)
+    sizes = [file.stat().st_size for file in servers.files]
+    page, most = max(sizes), int(2.25 * sum(sizes))  # two prompts, and less than a page
     for prompt in (prompts[1], prompts[0], prompts[2]):
         hits(servers.start(prefix_store_bytes=most), prompt)
         servers.stop()
