@@ -366,7 +366,7 @@ clean:
 # Older transformers, for the tests of the layer on top of it: PYTHONPATH puts one in front of the one in .venv. pip
 # brings numpy along; the one torch was made for stays in use.
 HF_TESTS    := tests/hf/test_generate.py tests/hf/test_rotary.py tests/hf/test_cache.py tests/hf/test_static_cache.py tests/hf/test_packed_reads.py \
-               tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py \
+               tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_allocation.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py \
                tests/hf/test_changing_rope.py tests/hf/test_step_calls.py
 # Whether a step is one graph depends on transformers more than on the kind of cache, of which two are left.
 HF_NOT      := one_graph and (fp32 or nf4)

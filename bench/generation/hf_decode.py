@@ -66,7 +66,7 @@ class Entry:
     Attributes:
         cache: a cache of transformers or ours.
         ours: whether the model is accelerated for its steps.
-        attention: the model's attention during its steps, if it is not "sdpa".
+        attention: the model's attention during its steps, if it is not its own.
         rounds: median seconds a step, by round.
         steps: seconds of every step.
     """
@@ -151,7 +151,8 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
     """Seconds of each of ``count`` steps, after one that is not counted."""
     if entry.ours:
         accelerate(model, entry.name)
-    elif entry.attention is not None:
+    own = model.config._attn_implementation
+    if entry.attention is not None:
         model.set_attn_implementation(entry.attention)
     token, taken = torch.tensor([[5]], device=model.device), []
     try:
@@ -164,7 +165,7 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
     finally:  # out of memory: the others go on
         restore(model)
         if entry.attention is not None:
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(own)
     return taken[1:]
 
 

@@ -53,6 +53,8 @@ def test_every_program_takes_its_steps_at_every_context(rows):
                 assert row["samples"] == 3 * decode.STEPS
                 assert float(row["tokens_per_s"]) > 0 and float(row["vs_dynamic"]) > 0
         assert named[context, "transformers", "dynamic"]["vs_dynamic"] == "1.000"
+        eager = named[context, "transformers", "dynamic eager"]
+        assert float(eager["vs_dynamic"]) > 0 and eager["samples"] == 3 * decode.STEPS
         for weights in decode.WEIGHTS if find_spec("torchao") else ():
             for program, cache in (("transformers", "dynamic"), ("accelerate", "q4")):
                 row = named[context, f"{program} {weights} weights", cache]
@@ -62,6 +64,17 @@ def test_every_program_takes_its_steps_at_every_context(rows):
     assert (
         sizes == sorted(sizes) and sizes[-1] < named[256, "transformers", "dynamic"]["cache_bytes"]
     )
+
+
+def test_eager_steps_leave_the_model_its_own_attention():
+    pytest.importorskip("transformers")
+    from support.hf_matrix import tiny
+
+    hf_decode, model, seen = decode.hf_decode, tiny("llama"), []
+    model.register_forward_pre_hook(lambda *_: seen.append(model.config._attn_implementation))
+    cache = hf_decode.transformers.DynamicCache(config=model.config)
+    hf_decode.take_steps(model, hf_decode.Entry("dynamic eager", cache, False, "eager"), 2)
+    assert seen == ["eager"] * 3 and model.config._attn_implementation == "sdpa"
 
 
 def test_contexts_beyond_the_positions_of_a_model_are_left_out_with_a_line(monkeypatch, capsys):
