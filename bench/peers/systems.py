@@ -9,6 +9,7 @@ import torch
 from caramba_fast.bench.peers import ggml_library
 from caramba_fast.bench.peers.ggml_sessions import GgmlAttention
 from caramba_fast.bench.peers.onnx_sessions import OnnxRuntime
+from caramba_fast.bench.peers.openvino_paged import PagedOpenVINO
 from caramba_fast.bench.peers.openvino_sessions import OpenVINO, long_prompt
 from caramba_fast.bench.peers.own import Own
 from caramba_fast.bench.peers.session import System, any_shape
@@ -39,13 +40,15 @@ def _own() -> list[System]:
 
 
 def _openvino() -> list[System]:
-    """Just after growing, its cache has twice the necessary size."""
+    """Just after growing, the cache of its stateful attention has twice the necessary size."""
     return [
         System(
-            "OpenVINO", kind, bits, ALLOWED[{"f16": "fp16", "bf16": "bf16"}.get(precision, str(bits))],
-            partial(OpenVINO, precision=precision, compute=compute), ("openvino",), trial=bits < 16, copies=2.0,
-            refuses=long_prompt if bits == 4 else any_shape,
+            "OpenVINO", f"{way} {kind}".strip(), bits,
+            ALLOWED[{"f16": "fp16", "bf16": "bf16"}.get(precision, str(bits))],
+            partial(session, precision=precision, compute=compute), ("openvino",), trial=bits < 16, copies=copies,
+            refuses=long_prompt if bits == 4 and not way else any_shape,
         )
+        for way, session, copies in (("", OpenVINO, 2.0), ("paged", PagedOpenVINO, 1.1))
         for precision, compute, bits, kind in PRECISIONS
     ]  # fmt: skip
 
