@@ -308,13 +308,25 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "get_base_model") and isinstance(unwrapped(model), PreTrainedModel)
 
 
+#: Kinds of PEFT adapters whose wrapper runs code of its own before the model inside.
+IN_THE_WRAPPER = ("XLORA",)
+
+
 def without_wrapper(model: Any) -> Any:
     """The model inside a PEFT wrapper; its layers contain the adapters.
 
-    Raises TypeError for prompt learning: the inner model does not have the learned prompt.
+    Raises TypeError for methods of which a part is in the wrapper: prompt learning, activated LoRA and X-LoRA.
     """
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
         raise cannot_be_served(model, "its learned prompt is not in the model inside")
+    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    if getattr(config, "alora_invocation_tokens", None) or kind in IN_THE_WRAPPER:
+        raise cannot_be_served(
+            model,
+            f"its {kind or 'LoRA'} adapter is applied by the wrapper, not by the model inside: "
+            "accelerate(model) and model.generate() apply it",
+        )
     return unwrapped(model)
 
 

@@ -231,6 +231,9 @@ def _first_room(config: GenerationConfig, model_kwargs: Mapping[str, Any], longe
 
 def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     original = getattr(type(model), HOOK)
+    state: Accelerated | None = vars(model).get(ATTRIBUTE)
+    if state is None:  # a shallow copy of a model that has been restored
+        return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     bound.apply_defaults()
     config, model_kwargs = bound.arguments["generation_config"], bound.arguments["model_kwargs"]
@@ -245,7 +248,6 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     wanted = config.cache_implementation
     if given is not None or config.use_cache is False or wanted not in OURS_FOR:
         return original(*bound.args, **bound.kwargs)
-    state: Accelerated = getattr(model, ATTRIBUTE)
     made: CarambaCache | CarambaStaticCache
     if wanted == "static":
         # as transformers does: a cache of another size would recompile the model

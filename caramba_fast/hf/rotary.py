@@ -33,8 +33,8 @@ from caramba_fast.ops.checks import FLOATS, tangents_go_along
 NAME = "apply_rotary_pos_emb"
 #: Attribute of rotated keys: the `Destination` of the function that rotated them.
 DESTINATION = "_caramba_destination"
-#: Replaced functions, by module name.
-_own: dict[str, Callable[..., Any]] = {}
+#: Module name -> its own function, and ours that has replaced it.
+_replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def fuse(model: nn.Module) -> list[str]:
@@ -43,29 +43,34 @@ def fuse(model: nn.Module) -> list[str]:
     found = []
     for name in modules:
         module = sys.modules.get(name)
-        own = getattr(module, NAME, None)
-        if own is None or is_held(model, _own.get(name, own)):
+        current = getattr(module, NAME, None)
+        own, ours = _replaced.get(name, (current, None))
+        if current is not ours:  # nobody has replaced it, or somebody has since we did
+            own = current
+            _replaced.pop(name, None)
+        if own is None or is_held(model, own):
             continue
-        if name in _own:
-            found.append(name)
-        elif is_ours(own):
-            _own[name] = own
-            setattr(module, NAME, _fused(own))
-            found.append(name)
+        if name not in _replaced:
+            if not is_ours(own):
+                continue
+            _replaced[name] = own, _fused(own)
+            setattr(module, NAME, _replaced[name][1])
+        found.append(name)
     return found
 
 
 def fused() -> set[str]:
     """Names of the modules whose RoPE function is replaced."""
-    return set(_own)
+    return set(_replaced)
 
 
 def unfuse(modules: Iterable[str]) -> None:
-    """Restores the original functions in ``modules``."""
+    """Restores the original functions in ``modules``, except where somebody else has replaced ours."""
     for name in modules:
-        own = _own.pop(name, None)
-        if own is not None and name in sys.modules:
-            setattr(sys.modules[name], NAME, own)
+        own, ours = _replaced.pop(name, (None, None))
+        module = sys.modules.get(name)
+        if ours is not None and getattr(module, NAME, None) is ours:
+            setattr(module, NAME, own)
 
 
 def is_held(model: nn.Module, own: Callable[..., Any]) -> bool:

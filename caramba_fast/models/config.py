@@ -14,6 +14,8 @@ from caramba_fast.config.files import explain, read_json, shown
 
 #: Families of Hugging Face checkpoints, and the native one with decoupled attention.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "caramba_dba")
+#: File of a PEFT adapter in a checkpoint folder, which transformers applies to the model there.
+ADAPTER = "adapter_config.json"
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -175,7 +177,12 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Reads ``config.json``; raises CheckpointError, naming the file, if it is missing or damaged."""
+        """Reads ``config.json``; raises CheckpointError, naming the file, if it is missing or damaged.
+
+        Raises UnsupportedCheckpointError if an adapter lies beside it.
+        """
+        if (Path(path).parent / ADAPTER).is_file():
+            raise UnsupportedCheckpointError(f"{Path(path).parent} has {ADAPTER}: a PEFT adapter")
         try:
             raw = read_json(path)
         except FileNotFoundError as error:

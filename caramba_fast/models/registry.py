@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from caramba_fast.models.checkpoint import WeightFiles, dtype_of, load_model
-from caramba_fast.models.config import CheckpointError, ModelConfig, UnsupportedCheckpointError
+from caramba_fast.models.config import (
+    ADAPTER,
+    CheckpointError,
+    ModelConfig,
+    UnsupportedCheckpointError,
+)
 from caramba_fast.models.context import ContextModel, takes_context
 from caramba_fast.models.demos import demo_path
 from caramba_fast.models.gguf import SUFFIX as GGUF
@@ -160,7 +165,9 @@ def checkpoint_folder(path: str | Path, revision: str | None = None) -> Path:
             f"{folder} {what}; a Hugging Face checkpoint folder, or a .gguf file, is needed"
         )
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder / 'config.json'} does not exist")
+        alone = (folder / ADAPTER).is_file()
+        why = "; it holds a PEFT adapter alone: merge it into its model (merge_and_unload), and save that"
+        raise CheckpointError(f"{folder / 'config.json'} does not exist{why if alone else ''}")
     return folder
 
 

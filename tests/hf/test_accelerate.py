@@ -28,6 +28,7 @@ from caramba_fast.hf.capabilities import capabilities_of
 from caramba_fast.hf.compat import CACHE
 from caramba_fast.infer import Generator
 from caramba_fast.ops.extend_attention import causal_attention
+from caramba_fast.serve import Engine
 
 IDS = torch.tensor([[5, 9, 17, 8, 21, 5], [3, 4, 4, 80, 11, 60]])
 KINDS = ("fp32", "q8", "q4")
@@ -329,6 +330,33 @@ def test_a_generator_takes_the_model_inside_of_what_peft_makes() -> None:
     outer.active_peft_config = SimpleNamespace(is_prompt_learning=True)  # type: ignore[assignment]
     with pytest.raises(TypeError, match="its learned prompt is not in the model inside"):
         Generator(outer)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"alora_invocation_tokens": [5, 9], "peft_type": SimpleNamespace(value="LORA")},
+        {"peft_type": SimpleNamespace(value="XLORA")},
+    ],
+    ids=["activated LoRA", "X-LoRA"],
+)
+def test_an_adapter_that_the_wrapper_applies_is_refused_by_what_takes_the_model_inside(
+    config: dict[str, Any],
+) -> None:
+    outer = Wrapper(tiny("llama"))
+    outer.active_peft_config = SimpleNamespace(**config)  # type: ignore[assignment]
+    for build in (Generator, Engine):
+        with pytest.raises(TypeError, match=r"is applied by the wrapper.*accelerate\(model\)"):
+            build(outer)
+
+
+def test_a_shallow_copy_generates_after_its_model_was_restored() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    copied = copy.copy(model)
+    restore(model)
+    found = copied.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    stock = model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert found.tolist() == stock.tolist()
 
 
 @torch.no_grad()

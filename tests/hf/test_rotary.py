@@ -29,7 +29,7 @@ def rope_of(model):
 @pytest.fixture(autouse=True)
 def nothing_is_fused(monkeypatch):
     """Models of other tests may still be there."""
-    rotary.unfuse(list(rotary._own))
+    rotary.unfuse(rotary.fused())
     monkeypatch.setattr("caramba_fast.hf.integration._ACCELERATED", weakref.WeakSet())
 
 
@@ -62,7 +62,7 @@ def test_an_accelerated_model_gives_the_same_numbers_with_fewer_ops(llama, dtype
         accelerate(model, "q4")
         found = model(IDS).logits
         assert len(calls) == model.config.num_hidden_layers
-        rotary.unfuse(list(rotary._own))
+        rotary.unfuse(rotary.fused())
         assert torch.equal(found, model(IDS).logits)
     restore(model)
 
@@ -105,7 +105,23 @@ def test_the_model_s_own_comes_back_with_its_last_model(llama):
     restore(first)
     assert rope_of(first) is not own
     restore(second)
-    assert rope_of(first) is own and not rotary._own
+    assert rope_of(first) is own and not rotary.fused()
+
+
+def test_a_function_that_somebody_else_puts_there_meanwhile_stays(llama, monkeypatch):
+    """As libraries that extend contexts do."""
+    module, own = sys.modules[type(llama).__module__], rope_of(llama)
+    monkeypatch.setattr(module, rotary.NAME, own)  # restored at the end
+
+    def patched(q, k, cos, sin, *args, **kwargs):
+        return own(q * 1.5, k, cos, sin, *args, **kwargs)
+
+    accelerate(llama, "q4")
+    setattr(module, rotary.NAME, patched)
+    accelerate(llama, "q8")
+    assert rope_of(llama) is patched
+    restore(llama)
+    assert rope_of(llama) is patched and not rotary.fused()
 
 
 def test_a_function_that_layers_hold_stays_and_models_can_be_pickled():
@@ -198,7 +214,7 @@ def test_steps_turn_with_their_append(llama, make, spec, dtype, calls, within_ap
         calls.clear()
         found = steps(model, make(model, spec, **room))
         assert len(calls) <= model.config.num_hidden_layers + 1  # those of the prompt
-        rotary.unfuse(list(rotary._own))
+        rotary.unfuse(rotary.fused())
         wanted = steps(model, make(model, spec, **room))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     restore(model)
@@ -221,7 +237,7 @@ def test_engine_steps_over_transformers_turn_with_their_append(llama, within_app
     found = served()
     asked = len(shapes)
     assert asked < 12 * llama.config.num_hidden_layers
-    rotary.unfuse(list(rotary._own))
+    rotary.unfuse(rotary.fused())
     assert found == served()
     assert len(shapes) == asked
     restore(llama)
@@ -240,7 +256,7 @@ def test_another_cache_gets_values(llama, within_appends):
         assert not any(type(x) is rotary.RotatedStates for x in module(q, k, *angles))
         steps(llama, CarambaCache(llama, "q4"))
         found = steps(llama, DynamicCache(config=llama.config))
-        rotary.unfuse(list(rotary._own))
+        rotary.unfuse(rotary.fused())
         wanted = steps(llama, DynamicCache(config=llama.config))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     restore(llama)

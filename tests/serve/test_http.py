@@ -224,6 +224,17 @@ def test_arguments_of_calls_are_laid_out_as_json():
     assert laid_out("[" * 10**5) == "[" * 10**5
 
 
+def test_a_message_that_only_calls_tools_has_an_empty_content():
+    """transformers removes None, and ChatML templates join the content of every message to text."""
+    transformers = pytest.importorskip("transformers", reason="a template needs it")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=demo_tokenizer(),
+        chat_template="{% for m in messages %}{{ m.role + ':' + m['content'] + ';' }}{% endfor %}",
+    )
+    message = Message(role="assistant", content=None, tool_calls=[{"id": "1"}]).laid_out()
+    assert tokenizer.apply_chat_template([message], tokenize=False) == "assistant:;"
+
+
 def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
     engine = new_engine()
     chat = engine.tokenizer.chat

@@ -241,8 +241,12 @@ class Message(BaseModel):
         return content
 
     def laid_out(self, parsed: bool = True) -> dict[str, Any]:
-        """The message for a template: text parts joined, and call arguments ``parsed`` if they are JSON."""
-        found = self.model_dump(exclude_none=True)
+        """The message for a template: text parts joined, and call arguments ``parsed`` if they are JSON.
+
+        A message without content, as one that only calls tools, has an empty one: transformers removes None, and many
+        templates read the content of every message.
+        """
+        found = {"content": "", **self.model_dump(exclude_none=True)}
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
         calls = found.get("tool_calls") if parsed else None
