@@ -45,8 +45,8 @@ completed after a file of worked ones, and run. **alike**: tokens until a text f
 fp16 cache, the mean over prompts, and how many never do."""
 
 
-LONGER = """The same text in longer windows, {predictions:,} predictions in {windows} of them. Bytes are of a cache of
-so many tokens, everything included. `residual_len=128` keeps the newest 128 tokens in fp16 in place of 16."""
+LONGER = """The same text in longer windows. Bytes are of a cache of so many tokens, everything included. With two
+windows an interval says little. `residual_len=128` keeps the newest 128 tokens in fp16 in place of 16."""
 ODD = """KL in thousandths of a nat on text that follows a prompt, mean over all positions after it. No cache takes
 constants from a prompt, so there are none that an odd one could spoil."""
 
@@ -128,7 +128,9 @@ def figures(report: QualityReport) -> list[str]:
 def long_table(longer: Sequence[QualityReport], measured: Sequence[QualityReport]) -> list[str]:
     """Caches on long windows, with their KL on the shorter ones of the other tables."""
     rows = []
-    for report in longer:
+    for report in sorted(
+        longer, key=lambda report: (report.about["title"], report.rows[0].context)
+    ):
         about = report.about
         short = {
             row.kind: row.mean_kl
@@ -142,7 +144,7 @@ def long_table(longer: Sequence[QualityReport], measured: Sequence[QualityReport
             rows.append(
                 (
                     about["title"],
-                    f"{row.context:,}",
+                    f"{row.windows} of {row.context:,}",
                     f"`{row.kind}`",
                     f"{share:.1%}",
                     _between(row, "ppl_ratio", lambda x: f"{x:.4f}"),
@@ -154,11 +156,9 @@ def long_table(longer: Sequence[QualityReport], measured: Sequence[QualityReport
             )
     shorter = measured[0].rows[0].context if measured else 0
     columns = (
-        "model", "context", "cache", "of fp16's bytes", "ratio", "KL", f"KL at {shorter:,}", "top-1", "accept",
+        "model", "windows", "cache", "of fp16's bytes", "ratio", "KL", f"KL at {shorter:,}", "top-1", "accept",
     )  # fmt: skip
-    first = longer[0].rows[0]
-    head = LONGER.format(predictions=first.tokens, windows=first.windows)
-    return [head, "", *table(columns, rows, left=3)]
+    return [LONGER, "", *table(columns, rows, left=3)]
 
 
 def _between(row: CacheQuality, figure: str, show: Callable[[float], str]) -> str:

@@ -6,7 +6,7 @@ into ``bench/results/real``, from which `real_page` makes the first part of docs
 ``--parts``, so that a run can be resumed, and a new cache costs its own time and the baseline's. Parts are named by
 settings, not by code: a run warns if other code made some of them, and the folder then has to be removed. ``--add``
 needs no parts: it adds the caches of ``--specs`` to the existing report. ``--long`` measures a few caches on longer
-windows of the same text.
+windows of the same text, each ``--context`` in a file of its own.
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def main() -> None:
         QUICK_WINDOWS if args.quick else LONG_WINDOWS if args.long else WINDOWS
     )
     for model in args.models or MEASURED:
-        suffix = LONG if args.long else "" if args.on == "held out" else CHOSEN_ON
+        suffix = "" if args.on == "held out" else CHOSEN_ON
+        if args.long:
+            suffix = LONG if args.context == LONG_CONTEXT else f"-{args.context}{LONG}"
         file = out / f"{file_name(model)}{suffix}.json"
         try:
             report = study(

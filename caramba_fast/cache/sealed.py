@@ -94,7 +94,14 @@ def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
         OSError: it cannot be read.
     """
     check_regular(Path(path))
-    data = Path(path).read_bytes()
+    with Path(path).open("rb") as stream:
+        front = stream.read(8 + len(_BEGIN))[8:]
+        if not _BEGIN.startswith(
+            front
+        ):  # a file of many GiB, a model's weights say, is not read for that
+            raise SealedFileError(f"{path} is no {what} of caramba-fast")
+        stream.seek(0)
+        data = stream.read()
     try:
         return _opened(data, what, version)
     except SealedFileError as error:

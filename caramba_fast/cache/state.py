@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,11 +146,29 @@ def _tensor_problem(
 ) -> list[str]:
     if mine is None:
         return [] if found is None else [f"{name} is there, and the cache has none"]
-    if not isinstance(found, Tensor):
-        return [f"{name} is a {type(found).__name__}; a tensor is needed"]
-    if list(found.shape) != shape or found.dtype != mine.dtype or found.layout != torch.strided:
+    if not is_stored(found):
+        return [f"{name} is {described(found)}; a tensor with all its values is needed"]
+    if list(found.shape) != shape or found.dtype != mine.dtype:
         return [f"{name} is {tuple(found.shape)} {found.dtype}; {shape} {mine.dtype} is needed"]
     return []
+
+
+def is_stored(x: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with memory for every value: a file may have one of a few bytes and any shape."""
+    return (
+        isinstance(x, Tensor)
+        and not (x.is_nested or x.is_meta)
+        and x.layout == torch.strided
+        and x.untyped_storage().nbytes() >= x.numel() * x.element_size()
+    )
+
+
+def described(x: Any) -> str:
+    """What a value is, for messages."""
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    place = "nested" if x.is_nested else "on the meta device" if x.is_meta else "expanded or sparse"
+    return f"a tensor that is {place}"
 
 
 def on_device(part: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.state import described, is_stored
 from caramba_fast.config.files import shown
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import STATES, HybridLayer
@@ -36,6 +37,10 @@ def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
     Raises ValueError if the state is of another layer class, or of another version of it.
     """
     kind, fields = state.get("stock"), state.get("fields", {})
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise ValueError(
+            f"the fields of a {shown(kind)} are {shown(fields)}; names and values are needed"
+        )
     own, more = set(vars(layer)), set(fields) - set(vars(layer))
     if kind != type(layer).__name__ or own - set(fields) or more - _names_used(type(layer)):
         raise ValueError(
@@ -43,7 +48,22 @@ def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
             f"this cache has a {type(layer).__name__} of {', '.join(sorted(vars(layer)))}"
         )
     for name, value in fields.items():
+        if not _is_like(value, getattr(layer, name, None)):
+            raise ValueError(
+                f"{name} of a {kind} is {shown(value)}; a {type(getattr(layer, name)).__name__} is needed"
+            )
         setattr(layer, name, copied(value, name, layer, device))
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    """Whether a saved value has the kind of a layer's own, which says nothing while it is None."""
+    if isinstance(own, dict):
+        return isinstance(value, dict) and all(
+            _is_like(value[k], own[k]) for k in value if k in own
+        )
+    if isinstance(own, (list, tuple)):
+        return isinstance(value, type(own)) and all(map(_is_like, value, own))
+    return own is None or isinstance(value, type(own))
 
 
 def _names_used(kind: type) -> set[str]:
@@ -141,12 +161,14 @@ def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
         raise ValueError(f"the state has format {shown(found)}; {FORMAT!r} is needed")
-    kept, leftpad = state.get("layers"), state.get("leftpad")
+    if "leftpad" not in state:
+        raise ValueError("the state lacks 'leftpad'")
+    kept, leftpad = state.get("layers"), state["leftpad"]
     if not isinstance(kept, list) or not all(isinstance(part, dict) for part in kept):
         raise ValueError("the state's layers are no list of dicts")
     if len(kept) != len(layers):
         raise ValueError(f"the state has {len(kept)} layers; {common.model} has {len(layers)}")
-    rows = set()
+    rows, ends = set(), set()
     for layer, part in zip(layers, kept, strict=True):
         if not isinstance(layer, CarambaLayer):
             continue
@@ -163,8 +185,18 @@ def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
             lengths = part["store"].get("lengths")
             if isinstance(lengths, list) and all(type(x) is int for x in lengths):
                 common.check_length(part["dropped"] + max(lengths, default=0))
+                ends.add(tuple(part["dropped"] + x for x in lengths))
+        else:
+            ends.add(())
     if len(rows) > 1:
         raise ValueError(f"the state's layers have {', '.join(map(str, sorted(rows)))} rows")
+    images = getattr(
+        common.config, "cross_attention_layers", None
+    )  # their states are not of tokens
+    if len(ends) > 1 and not images:
+        raise ValueError(
+            f"the state's layers hold {', '.join(str(list(x)) for x in sorted(ends))} tokens; the same are needed"
+        )
     if leftpad is not None and not (
         isinstance(leftpad, Tensor) and leftpad.dtype == torch.int32 and {*leftpad.shape} == rows
     ):
@@ -191,8 +223,10 @@ def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
     sizes = [store.get("batch_size"), store.get("n_kv_heads")]
     for name in ("k", "v"):
         codes = streams[name].get("codes") if isinstance(streams[name], dict) else None
-        if not isinstance(codes, Tensor) or codes.ndim != 4:
-            return f"{name} has no codes (rows, lanes, tokens, bytes)"
+        if not is_stored(codes) or codes.ndim != 4:
+            return (
+                f"codes of {name} are {described(codes)}; (rows, lanes, tokens, bytes) are needed"
+            )
         numbers = [*sizes, streams[name].get("head_dim")]
         if not all(type(x) is int and x > 0 for x in numbers):
             return f"rows, heads and head_dim of {name} are {shown(numbers)}; positive numbers are needed"

@@ -24,7 +24,6 @@ from caramba_fast.hf.compat import (
     stock_layers,
 )
 from caramba_fast.hf.packed_trial import (
-    MOST_DIFFERENCE,
     dequantizations,
     makes_no_windows,
     padding_error,
@@ -166,7 +165,7 @@ class Capabilities:
 
         Some decoders count positions over padding in any case, or prepend columns to the mask.
         """
-        if self._padding_error > MOST_DIFFERENCE:
+        if self._padding_error:
             raise ValueError(
                 f"{type(self.model).__name__} cannot take rows of different lengths at once: its positions or masks "
                 "count padding; give it one row at a time, or rows of equal length"

@@ -181,6 +181,11 @@ def _check_reads_packed(model: PreTrainedModel) -> None:
             f"{name} has layers that attend to keys and values of earlier ones, which a static cache gives once; "
             "use CarambaCache"
         )
+    if getattr(model.config.get_text_config(), "cross_attention_layers", None):
+        raise TypeError(
+            f"some layers of {name} attend to images alone (cross_attention_layers), which are not as many as tokens; "
+            "use CarambaCache"
+        )
     if known.dequantizations:
         raise TypeError(
             f"the attention of {name} needs keys and values as tensors, which a static cache does not have; "

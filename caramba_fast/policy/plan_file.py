@@ -40,7 +40,7 @@ class PlanFile:
 
     def __init__(self, path: str | Path, timeout: float = -1) -> None:
         self.path, self.timeout = Path(path), timeout
-        self._lock = FileLock(f"{self.path}.lock", timeout=timeout)
+        self._lock = FileLock(f"{os.path.realpath(self.path)}.lock", timeout=timeout)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -140,11 +140,14 @@ class PlanFile:
             raise ValueError(f"a plan in it is damaged: {explain(error)[:200]}") from error
 
     def _set_aside(self) -> Path:
-        """Renames the file to the first free ``<name>.damaged-<n>``; of a symlink, its target."""
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.damaged-{number}")).exists():
+        """Renames the file to the first free ``<name>.damaged-<n>`` in its folder; of a symlink, its target."""
+        damaged, number = Path(os.path.realpath(self.path)), 1
+        while (aside := damaged.with_name(f"{damaged.name}.damaged-{number}")).exists():
             number += 1
-        Path(os.path.realpath(self.path)).replace(aside)
+        try:
+            damaged.replace(aside)
+        except OSError as error:
+            raise PlanFileError(_cannot("rename", self.path, error)) from error
         return aside
 
     def _replace(self, plans: dict[str, CachePlan]) -> None:

@@ -154,5 +154,29 @@ def test_a_model_that_reads_requests_wrongly_side_by_side_is_refused(
 
     own = HuggingFaceModel.forward_ragged
     monkeypatch.setattr(HuggingFaceModel, "forward_ragged", lambda *given: logits(own(*given)))
-    with pytest.raises(TypeError, match=f"cannot be served by an Engine: {said}"):
-        Engine(tiny("llama"), max_seq_len=128)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(TypeError, match=f"cannot be served by an Engine: {said}"):
+            Engine(tiny("llama").to(dtype), max_seq_len=128)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_rounding_that_changes_experts_is_not_taken_for_wrong_reads(
+    seed: int, autocast: bool
+) -> None:
+    """Logits of a mixture in half precision differ by a third where another expert is chosen."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from caramba_fast.hf import HuggingFaceModel
+
+    config = MixtralConfig(
+        vocab_size=101, hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=96,
+        num_key_value_heads=2, num_local_experts=8, max_position_embeddings=256, initializer_range=0.15,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = MixtralForCausalLM(config).eval()
+    if not autocast:
+        model = model.to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        assert HuggingFaceModel(model).cache_reads == "packed"
+        Engine(model, max_seq_len=64)
