@@ -523,6 +523,15 @@ def test_a_plan_that_cannot_be_used_is_set_aside(change: str, tmp_path: Path) ->
     assert PlanFile(path).get(any_plan("b").key) is not None
 
 
+def test_a_large_file_that_is_no_session_is_not_read(tmp_path: Path) -> None:
+    """As weights given by mistake: this one takes no room on the disk, and has a TiB of zeros."""
+    file = tmp_path / "weights.safetensors"
+    file.touch()
+    os.truncate(file, 2**40)
+    with pytest.raises(SessionError, match=r"weights\.safetensors is no "):
+        read_session(file)
+
+
 def test_arrays_larger_than_they_are_make_no_room(tmp_path: Path) -> None:
     """A compressed part of a few KB whose header says terabytes."""
     shutil.copytree(valid("quality part"), tmp_path / "f")

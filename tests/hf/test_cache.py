@@ -240,6 +240,11 @@ def test_states_of_other_hybrids_are_refused() -> None:
         ValueError, match="packed layer of keys and values; this cache has a Linear"
     ):
         CarambaCache(model, "q8").load_state_dict({**state, "layers": [packed, packed]})
+    for name, wrong in (("fields", None), ("fields", 3), ("conv_states", 0.5)):
+        bad = copy.deepcopy(stock)
+        (bad if name == "fields" else bad["fields"])[name] = wrong
+        with pytest.raises(ValueError, match=f"^(the )?{name} of a '?LinearAttentionLayer"):
+            CarambaCache(model, "q8").load_state_dict({**state, "layers": [bad, packed]})
     cache.layers[0].more = lambda: None
     with pytest.raises(ValueError, match=r"LinearAttentionLayer.more is a function"):
         cache.state_dict()
@@ -257,6 +262,7 @@ def test_states_that_do_not_fit_are_refused(llama: Any, gemma: Any) -> None:
         CarambaCache(tiny("llama", num_hidden_layers=1), "q8").load_state_dict(state)
 
 
+CODE = torch.zeros(1, 1, 1, 1, dtype=torch.int8)
 LIES: dict[str, Any] = {
     "format": ("format", 3),
     "layers": ("layers", {}),
@@ -272,7 +278,27 @@ LIES: dict[str, Any] = {
     "codes": ("layers", 1, "store", "streams", "k", "codes", None),
     "lengths": ("layers", 1, "store", "lengths", [10**8]),
     "more": ("layers", 1, "more", 1),
-}
+    "a layer without tokens": ("layers", 1, {}),
+    "tokens of a layer": ("layers", 1, "dropped", 7),
+    "codes without memory": (
+        "layers", 1, "store", "streams", "k", "codes", CODE.expand(1, 4, 2**22, 9),
+    ),
+    "codes without values": (
+        "layers", 0, "store", "streams", "k", "codes", torch.zeros(1, 2, 20, 16, dtype=torch.int8, device="meta"),
+    ),
+    "nested codes": (
+        "layers", 1, "store", "streams", "v", "codes", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ),
+}  # fmt: skip
+
+
+def test_a_state_has_to_say_where_rows_start(llama: Any) -> None:
+    cache = CarambaCache(llama, "q8")
+    fed(llama, cache, tokens(1, 5))
+    state = cache.state_dict()
+    del state["leftpad"]
+    with pytest.raises(ValueError, match="the state lacks 'leftpad'"):
+        CarambaCache(llama, "q8").load_state_dict(state)
 
 
 @pytest.mark.parametrize("lie", LIES)

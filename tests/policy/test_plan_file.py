@@ -267,6 +267,32 @@ def test_a_file_that_never_held_plans_is_refused_and_stays(content: bytes, path:
     assert {file.name for file in path.parent.iterdir()} <= {"plans.json", "plans.json.lock"}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_damaged_file_behind_a_link_is_set_aside_beside_itself(tmp_path):
+    """It may be on another filesystem than the link. Links to one file share its lock."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    (there / "plans.json").write_text('{"plans": {')
+    (here / "link.json").symlink_to(there / "plans.json")
+    PlanFile(here / "link.json").put(any_plan("a"))
+    assert {x.name for x in here.iterdir()} == {"link.json"}
+    assert {"plans.json", "plans.json.damaged-1"} <= {x.name for x in there.iterdir()}
+    assert PlanFile(there / "plans.json").get(any_plan("a").key) is not None
+
+
+def test_a_damaged_file_that_cannot_be_renamed_is_an_error_that_names_it(tmp_path, monkeypatch):
+    path = tmp_path / "plans.json"
+    path.write_text('{"plans": {')
+
+    def denied(self, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "replace", denied)
+    with pytest.raises(PlanFileError, match=r"plans\.json: cannot rename it \(Permission denied\)"):
+        PlanFile(path).get(any_plan("a").key)
+
+
 @pytest.mark.parametrize("change", [{"spec": "fp16"}, {"nbytes": 5}])
 def test_a_plan_that_takes_what_its_rows_rejected_is_damaged(
     change: dict[str, Any], path: Path
