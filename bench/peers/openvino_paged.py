@@ -1,7 +1,7 @@
 """OpenVINO's PagedAttention, the op of OpenVINO GenAI's continuous batching, over blocks of 32 tokens.
 
-Its inputs beyond keys, values and blocks (windows, ALiBi, rotated blocks, sparse attention, eviction) are empty, as in
-GenAI's default pipeline. The plugin chooses the caches' element type and width; quantized blocks hold their scales.
+Its further features (windows, ALiBi, rotated blocks, sparse attention, eviction) are off, as in GenAI's default
+pipeline. The plugin chooses the caches' element type and width; quantized blocks hold their scales.
 """
 
 from __future__ import annotations

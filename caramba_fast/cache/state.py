@@ -147,7 +147,7 @@ def _tensor_problem(
     if mine is None:
         return [] if found is None else [f"{name} is there, and the cache has none"]
     if not is_stored(found):
-        return [f"{name} is {described(found)}; a tensor with all its values is needed"]
+        return [f"{name} is {described(found)}"]
     if list(found.shape) != shape or found.dtype != mine.dtype:
         return [f"{name} is {tuple(found.shape)} {found.dtype}; {shape} {mine.dtype} is needed"]
     return []
@@ -164,11 +164,11 @@ def is_stored(x: Any) -> TypeGuard[Tensor]:
 
 
 def described(x: Any) -> str:
-    """What a value is, for messages."""
+    """What a value is that is not `is_stored`, and what is needed."""
     if not isinstance(x, Tensor):
-        return f"a {type(x).__name__}"
-    place = "nested" if x.is_nested else "on the meta device" if x.is_meta else "expanded or sparse"
-    return f"a tensor that is {place}"
+        return f"a {type(x).__name__}; a tensor is needed"
+    kind = "nested" if x.is_nested else "on the meta device" if x.is_meta else "expanded or sparse"
+    return f"a tensor that is {kind}; one with memory for every value is needed"
 
 
 def on_device(part: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -48,22 +48,7 @@ def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
             f"this cache has a {type(layer).__name__} of {', '.join(sorted(vars(layer)))}"
         )
     for name, value in fields.items():
-        if not _is_like(value, getattr(layer, name, None)):
-            raise ValueError(
-                f"{name} of a {kind} is {shown(value)}; a {type(getattr(layer, name)).__name__} is needed"
-            )
         setattr(layer, name, copied(value, name, layer, device))
-
-
-def _is_like(value: Any, own: Any) -> bool:
-    """Whether a saved value has the kind of a layer's own, which says nothing while it is None."""
-    if isinstance(own, dict):
-        return isinstance(value, dict) and all(
-            _is_like(value[k], own[k]) for k in value if k in own
-        )
-    if isinstance(own, (list, tuple)):
-        return isinstance(value, type(own)) and all(map(_is_like, value, own))
-    return own is None or isinstance(value, type(own))
 
 
 def _names_used(kind: type) -> set[str]:
@@ -84,8 +69,13 @@ def move_stock(layer: Any, device: torch.device | str) -> None:
 
 
 def copied(value: Any, name: str, layer: Any, device: Place) -> Any:
-    """A copy, on ``device`` if one is given."""
+    """A copy, on ``device`` if one is given.
+
+    Raises ValueError for what is no tensor, number or name, and for a tensor without memory for its values.
+    """
     if isinstance(value, Tensor):
+        if not is_stored(value):
+            raise ValueError(f"{type(layer).__name__}.{name} is {described(value)}")
         return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, torch.device):
         return value if device is None else torch.device(device)
@@ -150,10 +140,12 @@ def load_state(
             load_stock(scratch, part, device)
         made.append(scratch)
     leftpad = state["leftpad"]
+    if leftpad is not None and device is not None:
+        leftpad = leftpad.to(device)
     # Nothing below can fail.
     for layer, scratch in zip(layers, made, strict=True):
         vars(layer).update(vars(scratch))
-    common.leftpad = leftpad if leftpad is None or device is None else leftpad.to(device)
+    common.leftpad = leftpad
 
 
 def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
@@ -168,7 +160,9 @@ def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
         raise ValueError("the state's layers are no list of dicts")
     if len(kept) != len(layers):
         raise ValueError(f"the state has {len(kept)} layers; {common.model} has {len(layers)}")
-    rows, ends = set(), set()
+    rows, held = set(), set()
+    # Mllama's layers for images hold as many states as an image has.
+    images = getattr(common.config, "cross_attention_layers", None) or ()
     for layer, part in zip(layers, kept, strict=True):
         if not isinstance(layer, CarambaLayer):
             continue
@@ -176,29 +170,27 @@ def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
             raise ValueError(
                 f"layer {layer.index} of the state is a {shown(part['stock'])}; {common.model} has attention there"
             )
-        if part:
-            problem = _problem(layer, part)
-            if problem:
-                raise ValueError(f"layer {layer.index} of the state: {problem}")
-            rows.add(part["store"]["batch_size"])
-            # What is no list of lengths is refused by the store.
-            lengths = part["store"].get("lengths")
-            if isinstance(lengths, list) and all(type(x) is int for x in lengths):
-                common.check_length(part["dropped"] + max(lengths, default=0))
-                ends.add(tuple(part["dropped"] + x for x in lengths))
-        else:
-            ends.add(())
+        if not part:  # some decoders have fewer layers than their config says
+            continue
+        problem = _problem(layer, part)
+        if problem:
+            raise ValueError(f"layer {layer.index} of the state: {problem}")
+        rows.add(part["store"]["batch_size"])
+        # What are no lengths is refused by the store.
+        lengths = part["store"].get("lengths")
+        if isinstance(lengths, (list, tuple)) and all(type(x) is int for x in lengths):
+            common.check_length(part["dropped"] + max(lengths, default=0))
+            if layer.index not in images and any(lengths):
+                held.add(tuple(part["dropped"] + x for x in lengths))
     if len(rows) > 1:
         raise ValueError(f"the state's layers have {', '.join(map(str, sorted(rows)))} rows")
-    images = getattr(
-        common.config, "cross_attention_layers", None
-    )  # their states are not of tokens
-    if len(ends) > 1 and not images:
-        raise ValueError(
-            f"the state's layers hold {', '.join(str(list(x)) for x in sorted(ends))} tokens; the same are needed"
-        )
+    if len(held) > 1:
+        found = " and ".join(str(list(x)) for x in sorted(held))
+        raise ValueError(f"the state's layers hold {found} tokens; all need the same")
     if leftpad is not None and not (
-        isinstance(leftpad, Tensor) and leftpad.dtype == torch.int32 and {*leftpad.shape} == rows
+        is_stored(leftpad)
+        and leftpad.dtype == torch.int32
+        and {tuple(leftpad.shape)} == {(n,) for n in rows}
     ):
         raise ValueError("the state's leftpad is no int32 tensor with a number for each row")
 
@@ -214,7 +206,8 @@ def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
         return f"dtype is {shown(part['dtype'])}; {', '.join(DTYPES)} are known"
     if type(part["dropped"]) is not int or not 0 <= part["dropped"] < 2**31:
         return f"dropped is {shown(part['dropped'])}; a whole number from 0 on is needed"
-    if "states" in wanted and set(part["states"]) != set(STATES):
+    states = part.get("states")
+    if "states" in wanted and not (isinstance(states, dict) and set(states) == set(STATES)):
         return f"states needs {', '.join(STATES)}"
     store = part["store"]
     streams = store.get("streams") if isinstance(store, dict) else None

@@ -176,6 +176,9 @@ class Capabilities:
         return padding_error(self.model)
 
 
+#: Why a model with such an adapter is not served without its wrapper.
+NEEDS_WRAPPER = "one of its adapters needs the PEFT wrapper: call generate() of the PEFT model"
+
 _Known = dict[Any, tuple[list[Any], Capabilities]]
 _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDictionary()
 
@@ -220,6 +223,11 @@ def check_servable(model: Any) -> None:
         reason = "its state is not (only) keys and values of tokens (it is recurrent or hybrid)"
     if reason is None and getattr(model.config.get_text_config(), "cross_attention_layers", None):
         reason = "some of its layers attend to images alone (cross_attention_layers); accelerate() takes it"
+    adapters = getattr(model, "peft_config", None)
+    listed = adapters.values() if isinstance(adapters, dict) else ()
+    if reason is None and any(getattr(x, "alora_invocation_tokens", None) for x in listed):
+        # Its layers act as those of the base model until the wrapper tells them where the invocation begins.
+        reason = NEEDS_WRAPPER
     if reason:
         raise cannot_be_served(model, reason)
 
@@ -307,25 +315,20 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "get_base_model") and isinstance(unwrapped(model), PreTrainedModel)
 
 
-#: Kinds of PEFT adapters whose wrapper runs code of its own before the model inside.
-IN_THE_WRAPPER = ("XLORA",)
+#: Kinds of PEFT adapters that are applied with the help of the wrapper.
+IN_THE_WRAPPER = ("XLORA", "POLY")
 
 
 def without_wrapper(model: Any) -> Any:
     """The model inside a PEFT wrapper; its layers contain the adapters.
 
-    Raises TypeError for methods of which a part is in the wrapper: prompt learning, activated LoRA and X-LoRA.
+    Raises TypeError for methods that need the wrapper, such as prompt learning.
     """
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise cannot_be_served(model, "its learned prompt is not in the model inside")
-    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
-    if getattr(config, "alora_invocation_tokens", None) or kind in IN_THE_WRAPPER:
-        raise cannot_be_served(
-            model,
-            f"its {kind or 'LoRA'} adapter is applied by the wrapper, not by the model inside: "
-            "accelerate(model) and model.generate() apply it",
-        )
+    if getattr(getattr(config, "peft_type", None), "value", None) in IN_THE_WRAPPER:
+        raise cannot_be_served(model, NEEDS_WRAPPER)
     return unwrapped(model)
 
 

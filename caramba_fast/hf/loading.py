@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from caramba_fast.hf.adapter import HuggingFaceModel
 from caramba_fast.hf.compat import BEFORE_5
 from caramba_fast.hf.gguf_tokenizer import gguf_tokenizer
-from caramba_fast.models.config import ADAPTER, CheckpointError
+from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.gguf import GgufFile
 
@@ -40,11 +39,6 @@ def load_pretrained(
     if folder.suffix == GGUF:
         return _from_gguf(folder, device, dtype)
     _check_files(folder)
-    if (folder / ADAPTER).is_file() and find_spec("peft") is None:
-        raise CheckpointError(
-            f"{folder} has {ADAPTER}; applying the adapter needs peft (pip install peft), or merge it into the model "
-            "first (merge_and_unload)"
-        )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),

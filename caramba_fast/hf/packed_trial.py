@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -43,10 +44,12 @@ from caramba_fast.models.query_rms import FAILURES
 TRIAL = ([3, 5], [1, 2])
 #: Largest relative difference of logits that needs no explanation; a position off by one causes more.
 MOST_DIFFERENCE = 0.05
-#: In half precision rounding may cause more, above all where it changes which experts are chosen. A larger difference
-#: is taken for rounding if it is no larger than what the rounding of embeddings causes, up to this, in one of so many
-#: attempts with other tokens.
-MOST_ROUNDING, ATTEMPTS = 0.5, 3
+#: In half precision rounding may cause more, above all where it changes which experts are chosen. Of so many attempts
+#: with other tokens one has to differ no more than rounded embeddings make the model's own logits differ, at most this,
+#: and half of what the last token one position further on does where that matters.
+ATTEMPTS, MOST_ROUNDING = 3, 0.5
+#: What the model itself gives an attempt, as a function of how much further on its last token is.
+Reference = Callable[[int], list[Tensor]]
 #: Reads all rows and the number of next tokens to read of each; returns the logits (V,) after each row's last one.
 Read = Callable[[list[list[int]], list[int]], list[Tensor]]
 #: Why the cache of an already compiled model is dequantized.
@@ -69,8 +72,11 @@ def padding_error(model: PreTrainedModel) -> float:
     places = torch.tensor([[0, 0, 0, 1, 2]], device=device)
     takes = "position_ids" in inspect.signature(model.forward).parameters
 
-    def last_logits(ids: Tensor, start: int, stop: int = 5, cache: Cache | None = None) -> Tensor:
-        options = {"position_ids": places[:, start:stop]} if takes else {}
+    def last_logits(
+        ids: Tensor, start: int, stop: int = 5, cache: Cache | None = None, further: int = 0
+    ) -> Tensor:
+        moved = places + further * (places == places.max())
+        options = {"position_ids": moved[:, start:stop]} if takes else {}
         first = start if cache is None or not cache.get_seq_length() else 0
         out = model(
             input_ids=ids[:, start:stop], attention_mask=mask[:, first:stop],
@@ -78,62 +84,67 @@ def padding_error(model: PreTrainedModel) -> float:
         )  # fmt: skip
         return out.logits[:, -1].float()
 
-    def tried(attempt: int) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
+    def tried(attempt: int) -> tuple[list[Tensor], Reference]:
         ids = torch.tensor([[(i + 29 * attempt) % most for i in (0, 0, 7, 11, 13)]], device=device)
         padded = [last_logits(ids, 0)]
         cache = Cache(layers=stock_layers(model.config.get_text_config(decoder=True)))
         last_logits(ids, 0, 4, cache)
         padded.append(last_logits(ids, 4, 5, cache))
-        return padded, lambda: [last_logits(ids, 2)] * 2
+        return padded, lambda further: [last_logits(ids, 2, further=further)] * 2
 
     with evaluating(model):
         return _unexplained(model, tried)
 
 
 def _unexplained(
-    model: PreTrainedModel, tried: Callable[[int], tuple[list[Tensor], Callable[[], list[Tensor]]]]
+    model: PreTrainedModel, tried: Callable[[int], tuple[list[Tensor], Reference]]
 ) -> float:
     """The least relative difference of attempts, 0 if rounding explains that of one.
 
-    ``tried`` takes the attempt's number; it returns the logits found, and a function that computes those wanted.
+    ``tried`` takes the attempt's number; it returns the logits found, and the model's own.
     """
-    eps = _eps(model)
-    least = float("inf")
+    eps, least = _eps(model), inf
     for attempt in range(1 if eps < 1e-5 else ATTEMPTS):
         found, reference = tried(attempt)
-        wanted = reference()
-        apart = max(map(_difference, found, wanted))
-        if apart <= MOST_DIFFERENCE:
+        wanted = reference(0)
+
+        def apart(other: list[Tensor], wanted: list[Tensor] = wanted) -> float:
+            return max(map(_difference, other, wanted))
+
+        least = min(least, apart(found))
+        if least <= MOST_DIFFERENCE:
             return 0.0
         with _rounded(model, eps, attempt):
-            rounding = max(map(_difference, reference(), wanted))
-        if apart <= min(rounding, MOST_ROUNDING):
+            most = min(apart(reference(0)), MOST_ROUNDING)
+        wrong = apart(reference(1))
+        if apart(found) <= (min(most, wrong / 2) if wrong > MOST_DIFFERENCE else most):
             return 0.0
-        least = min(least, apart)
     return least
 
 
 def _eps(model: PreTrainedModel) -> float:
-    """The spacing of numbers after 1 in the dtype that the model computes in, under autocast in that of autocast."""
-    kind, dtype = _device(model).type, model.dtype
+    """The spacing of numbers after 1 in the coarsest dtype that the model may compute in (quantized weights: bf16)."""
+    kind = _device(model).type
+    dtypes = {parameter.dtype for parameter in model.parameters()}
     if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    return torch.finfo(dtype).eps
+        dtypes.add(torch.get_autocast_dtype(kind))
+    known = (torch.float32, torch.float16, torch.bfloat16)
+    return max(torch.finfo(x if x in known else torch.bfloat16).eps for x in dtypes)
 
 
 @contextmanager
 def _rounded(model: PreTrainedModel, eps: float, seed: int) -> Iterator[None]:
-    """Context in which embeddings that this thread looks up are off by about ``eps`` of their size."""
+    """Context in which embeddings that this thread looks up are changed by about ``eps`` of their size."""
     embeddings: Any = model.get_input_embeddings()
     thread, rng = threading.get_ident(), torch.Generator().manual_seed(seed)
 
-    def off(_module: Any, _given: Any, found: Any) -> Any:
+    def changed(_module: Any, _given: Any, found: Any) -> Any:
         if threading.get_ident() != thread or not isinstance(found, Tensor):
             return None
         noise = torch.randn(found.shape, generator=rng, device="cpu").to(found.device)
         return (found.float() * (1 + eps * noise)).to(found.dtype)
 
-    hook = embeddings.register_forward_hook(off)
+    hook = embeddings.register_forward_hook(changed)
     try:
         yield
     finally:
@@ -141,7 +152,9 @@ def _rounded(model: PreTrainedModel, eps: float, seed: int) -> Iterator[None]:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    """Relative difference; infinite if a value is."""
+    apart = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    return apart if isfinite(apart) else inf
 
 
 @torch.no_grad()
@@ -255,7 +268,7 @@ def _why_trial_fails(model: PreTrainedModel, begin: Callable[[], Read]) -> str |
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
 
-    def tried(attempt: int) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
+    def tried(attempt: int) -> tuple[list[Tensor], Reference]:
         rows = [
             [(11 + 7 * i + 3 * b + 29 * attempt) % most for i in range(n + m)]
             for b, (n, m) in enumerate(zip(*TRIAL, strict=True))
@@ -263,7 +276,9 @@ def _why_trial_fails(model: PreTrainedModel, begin: Callable[[], Read]) -> str |
         read = begin()
         for new in TRIAL:
             found = read(rows, new)
-        return found, lambda: [_alone(model, torch.tensor([row], device=device)) for row in rows]
+        return found, lambda further: [
+            _alone(model, torch.tensor([row], device=device), further) for row in rows
+        ]
 
     try:
         with evaluating(model), warnings.catch_warnings():
@@ -289,12 +304,14 @@ def _why_trial_fails(model: PreTrainedModel, begin: Callable[[], Read]) -> str |
     return f"a trial of it gave other logits (relative difference {apart:.2g})"
 
 
-def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _alone(model: PreTrainedModel, ids: Tensor, further: int = 0) -> Tensor:
     """(1, T) -> (V,) logits after the last token, from the model's own attention and cache.
 
-    A cache is used because, in some versions of transformers, layers share keys and values only through it.
+    The last token is ``further`` positions on. A cache is used because, in some versions of transformers, layers share
+    keys and values only through it.
     """
     places = torch.arange(ids.shape[1], device=ids.device)[None]
+    places[:, -1] += further
     cache = Cache(layers=stock_layers(model.config.get_text_config(decoder=True)))
     logits: Tensor = model(
         input_ids=ids, position_ids=places, use_cache=True, **{CACHE: cache}

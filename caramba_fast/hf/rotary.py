@@ -33,8 +33,10 @@ from caramba_fast.ops.checks import FLOATS, tangents_go_along
 NAME = "apply_rotary_pos_emb"
 #: Attribute of rotated keys: the `Destination` of the function that rotated them.
 DESTINATION = "_caramba_destination"
-#: Module name -> its own function, and ours that has replaced it.
-_replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+#: Attribute of our functions: the module's own, which each has replaced.
+OWN = "_caramba_own"
+#: Names of modules whose function is replaced.
+_replaced: set[str] = set()
 
 
 def fuse(model: nn.Module) -> list[str]:
@@ -43,20 +45,22 @@ def fuse(model: nn.Module) -> list[str]:
     found = []
     for name in modules:
         module = sys.modules.get(name)
-        current = getattr(module, NAME, None)
-        own, ours = _replaced.get(name, (current, None))
-        if current is not ours:  # nobody has replaced it, or somebody has since we did
-            own = current
-            _replaced.pop(name, None)
+        current: Any = getattr(module, NAME, None)
+        own = own_function(current)
         if own is None or is_held(model, own):
             continue
-        if name not in _replaced:
+        if own is current:
             if not is_ours(own):
                 continue
-            _replaced[name] = own, _fused(own)
-            setattr(module, NAME, _replaced[name][1])
+            setattr(module, NAME, _fused(own))
+        _replaced.add(name)
         found.append(name)
     return found
+
+
+def own_function(function: Any) -> Any:
+    """What one of our functions has replaced; any other function unchanged."""
+    return getattr(function, OWN, function)
 
 
 def fused() -> set[str]:
@@ -67,10 +71,11 @@ def fused() -> set[str]:
 def unfuse(modules: Iterable[str]) -> None:
     """Restores the original functions in ``modules``, except where somebody else has replaced ours."""
     for name in modules:
-        own, ours = _replaced.pop(name, (None, None))
+        _replaced.discard(name)
         module = sys.modules.get(name)
-        if ours is not None and getattr(module, NAME, None) is ours:
-            setattr(module, NAME, own)
+        current = getattr(module, NAME, None)
+        if own_function(current) is not current:
+            setattr(module, NAME, own_function(current))
 
 
 def is_held(model: nn.Module, own: Callable[..., Any]) -> bool:
@@ -229,4 +234,5 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         setattr(k, DESTINATION, destination)
         return q, k
 
+    setattr(rotary, OWN, own)
     return rotary

@@ -183,8 +183,7 @@ def _check_reads_packed(model: PreTrainedModel) -> None:
         )
     if getattr(model.config.get_text_config(), "cross_attention_layers", None):
         raise TypeError(
-            f"some layers of {name} attend to images alone (cross_attention_layers), which are not as many as tokens; "
-            "use CarambaCache"
+            f"some layers of {name} store images in place of tokens (cross_attention_layers); use CarambaCache"
         )
     if known.dequantizations:
         raise TypeError(

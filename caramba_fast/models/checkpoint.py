@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.config.files import read_json, shown
-from caramba_fast.models.config import CheckpointError, ModelConfig
+from caramba_fast.models.config import CheckpointError, ModelConfig, refuse_adapter
 from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.gguf import GgufFile
 from caramba_fast.models.hub import local_path
@@ -73,6 +73,7 @@ def load_model(
         raise CheckpointError(
             f"{folder} is not a folder; a Hugging Face checkpoint folder is needed"
         )
+    refuse_adapter(folder)
     config = _with_generation_ids(ModelConfig.from_file(folder / "config.json"), folder)
     weights = WeightFiles(folder)
     weights.check(config)

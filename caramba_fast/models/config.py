@@ -14,7 +14,7 @@ from caramba_fast.config.files import explain, read_json, shown
 
 #: Families of Hugging Face checkpoints, and the native one with decoupled attention.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "caramba_dba")
-#: File of a PEFT adapter in a checkpoint folder, which transformers applies to the model there.
+#: File of a PEFT adapter in a checkpoint folder.
 ADAPTER = "adapter_config.json"
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -25,6 +25,15 @@ Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says why."""
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises CheckpointError if a PEFT adapter is in ``folder``, which would be left out silently."""
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{folder} has {ADAPTER}: a PEFT adapter, which is not loaded here; merge it into its model "
+            "(merge_and_unload) and save that, or load both with peft and give that model to a Generator or Engine"
+        )
 
 
 class UnsupportedCheckpointError(CheckpointError):
@@ -177,12 +186,7 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Reads ``config.json``; raises CheckpointError, naming the file, if it is missing or damaged.
-
-        Raises UnsupportedCheckpointError if an adapter lies beside it.
-        """
-        if (Path(path).parent / ADAPTER).is_file():
-            raise UnsupportedCheckpointError(f"{Path(path).parent} has {ADAPTER}: a PEFT adapter")
+        """Reads ``config.json``; raises CheckpointError, naming the file, if it is missing or damaged."""
         try:
             raw = read_json(path)
         except FileNotFoundError as error:

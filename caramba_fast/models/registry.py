@@ -16,10 +16,10 @@ import torch
 
 from caramba_fast.models.checkpoint import WeightFiles, dtype_of, load_model
 from caramba_fast.models.config import (
-    ADAPTER,
     CheckpointError,
     ModelConfig,
     UnsupportedCheckpointError,
+    refuse_adapter,
 )
 from caramba_fast.models.context import ContextModel, takes_context
 from caramba_fast.models.demos import demo_path
@@ -164,10 +164,9 @@ def checkpoint_folder(path: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{folder} {what}; a Hugging Face checkpoint folder, or a .gguf file, is needed"
         )
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
-        alone = (folder / ADAPTER).is_file()
-        why = "; it holds a PEFT adapter alone: merge it into its model (merge_and_unload), and save that"
-        raise CheckpointError(f"{folder / 'config.json'} does not exist{why if alone else ''}")
+        raise CheckpointError(f"{folder / 'config.json'} does not exist")
     return folder
 
 

@@ -40,7 +40,8 @@ class PlanFile:
 
     def __init__(self, path: str | Path, timeout: float = -1) -> None:
         self.path, self.timeout = Path(path), timeout
-        self._lock = FileLock(f"{os.path.realpath(self.path)}.lock", timeout=timeout)
+        target = os.path.realpath(self.path) if self.path.is_symlink() else self.path
+        self._lock = FileLock(f"{target}.lock", timeout=timeout)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.hf_matrix import IS_OLD, PAD, exists, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config, PreTrainedModel
@@ -240,11 +241,19 @@ def test_states_of_other_hybrids_are_refused() -> None:
         ValueError, match="packed layer of keys and values; this cache has a Linear"
     ):
         CarambaCache(model, "q8").load_state_dict({**state, "layers": [packed, packed]})
-    for name, wrong in (("fields", None), ("fields", 3), ("conv_states", 0.5)):
-        bad = copy.deepcopy(stock)
-        (bad if name == "fields" else bad["fields"])[name] = wrong
-        with pytest.raises(ValueError, match=f"^(the )?{name} of a '?LinearAttentionLayer"):
-            CarambaCache(model, "q8").load_state_dict({**state, "layers": [bad, packed]})
+    for wrong in (None, 3):
+        with pytest.raises(ValueError, match="the fields of a 'LinearAttentionLayer' are"):
+            CarambaCache(model, "q8").load_state_dict(
+                {**state, "layers": [{**stock, "fields": wrong}, packed]}
+            )
+    bad = copy.deepcopy(stock)
+    bad["fields"]["conv_states"] = torch.zeros(1, 1).expand(2**20, 2**20)
+    with pytest.raises(ValueError, match="conv_states is a tensor that is expanded"):
+        CarambaCache(model, "q8").load_state_dict({**state, "layers": [bad, packed]})
+    empty = CarambaCache(model, "q8").state_dict()
+    used = copy.deepcopy(cache)
+    used.load_state_dict(empty)
+    assert not used.get_seq_length()
     cache.layers[0].more = lambda: None
     with pytest.raises(ValueError, match=r"LinearAttentionLayer.more is a function"):
         cache.state_dict()
@@ -278,7 +287,9 @@ LIES: dict[str, Any] = {
     "codes": ("layers", 1, "store", "streams", "k", "codes", None),
     "lengths": ("layers", 1, "store", "lengths", [10**8]),
     "more": ("layers", 1, "more", 1),
-    "a layer without tokens": ("layers", 1, {}),
+    "lengths as a tuple": ("layers", 1, "store", "lengths", (7,)),
+    "leftpad without values": ("leftpad", torch.zeros(1, dtype=torch.int32, device="meta")),
+    "leftpad of two dimensions": ("leftpad", torch.zeros(1, 1, dtype=torch.int32)),
     "tokens of a layer": ("layers", 1, "dropped", 7),
     "codes without memory": (
         "layers", 1, "store", "streams", "k", "codes", CODE.expand(1, 4, 2**22, 9),
@@ -290,6 +301,22 @@ LIES: dict[str, Any] = {
         "layers", 1, "store", "streams", "v", "codes", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ),
 }  # fmt: skip
+
+
+def test_a_decoder_with_fewer_layers_than_its_config_says_has_a_state() -> None:
+    """As that of distilled Bart models, whose config counts the layers of an encoder."""
+    settings = dict(
+        d_model=32, vocab_size=96, encoder_layers=3, decoder_layers=2, max_position_embeddings=64
+    )
+    config = transformers.BartConfig(
+        **settings, decoder_attention_heads=2, decoder_ffn_dim=32, is_decoder=True, is_encoder_decoder=False
+    )  # fmt: skip
+    model = transformers.BartForCausalLM(config).eval()
+    cache, other = CarambaCache(model, "q8"), CarambaCache(model, "q8")
+    fed(model, cache, tokens(1, 20))
+    other.load_state_dict(cache.state_dict())
+    after = tokens(1, 3, 2)
+    assert torch.equal(fed(model, other, after), fed(model, cache, after))
 
 
 def test_a_state_has_to_say_where_rows_start(llama: Any) -> None:

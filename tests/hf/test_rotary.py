@@ -116,12 +116,20 @@ def test_a_function_that_somebody_else_puts_there_meanwhile_stays(llama, monkeyp
     def patched(q, k, cos, sin, *args, **kwargs):
         return own(q * 1.5, k, cos, sin, *args, **kwargs)
 
+    other = copy.deepcopy(llama)
     accelerate(llama, "q4")
+    ours = rope_of(llama)
     setattr(module, rotary.NAME, patched)
-    accelerate(llama, "q8")
+    accelerate(other, "q8")
     assert rope_of(llama) is patched
+    restore(other)
     restore(llama)
     assert rope_of(llama) is patched and not rotary.fused()
+    # Undone by its owner, who puts back what was there.
+    setattr(module, rotary.NAME, ours)
+    accelerate(llama, "q4")
+    restore(llama)
+    assert rope_of(llama) is own
 
 
 def test_a_function_that_layers_hold_stays_and_models_can_be_pickled():

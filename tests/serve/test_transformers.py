@@ -159,24 +159,45 @@ def test_a_model_that_reads_requests_wrongly_side_by_side_is_refused(
             Engine(tiny("llama").to(dtype), max_seq_len=128)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-def test_rounding_that_changes_experts_is_not_taken_for_wrong_reads(
-    seed: int, autocast: bool
-) -> None:
-    """Logits of a mixture in half precision differ by a third where another expert is chosen."""
+def mixture(seed: int) -> Any:
+    """A random mixture of experts that are chosen by small differences."""
     from transformers import MixtralConfig, MixtralForCausalLM
-
-    from caramba_fast.hf import HuggingFaceModel
 
     config = MixtralConfig(
         vocab_size=101, hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=96,
         num_key_value_heads=2, num_local_experts=8, max_position_embeddings=256, initializer_range=0.15,
     )  # fmt: skip
     torch.manual_seed(seed)
-    model = MixtralForCausalLM(config).eval()
-    if not autocast:
-        model = model.to(torch.bfloat16)
+    return MixtralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_rounding_that_changes_experts_is_not_taken_for_wrong_reads(
+    seed: int, autocast: bool
+) -> None:
+    """Logits of a mixture in half precision differ by a third where another expert is chosen."""
+    from caramba_fast.hf import HuggingFaceModel
+
+    model = mixture(seed) if autocast else mixture(seed).to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         assert HuggingFaceModel(model).cache_reads == "packed"
         Engine(model, max_seq_len=64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wrong_reads_of_a_mixture_are_not_taken_for_rounding(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from caramba_fast.hf import HuggingFaceModel, packed_trial
+
+    class OneOff(packed_trial.RightPadded):
+        @property
+        def position_ids(self) -> torch.Tensor:  # type: ignore[override]
+            found = super().position_ids.clone()
+            found[:, -1] += 1
+            return found
+
+    monkeypatch.setattr(packed_trial, "RightPadded", OneOff)
+    found = HuggingFaceModel(mixture(seed).to(torch.bfloat16)).cache_reads
+    assert found.startswith("dense") and "other logits" in found
