@@ -66,16 +66,23 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def overview(rows: Sequence[Row]) -> list[str]:
     """Time of a step relative to ours of the same width, by program and kind, over all shapes."""
-    times: dict[tuple[str, str, str], list[float]] = {}
+    times: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in rows:
         if row["system"] != OURS and row["vs_ours"]:
             name = (f"{row['system']} {row['kind']}", str(row["bits"]), f"`{row['ours']}`")
-            times.setdefault(name, []).append(float(row["vs_ours"]))
+            of_tokens = times.setdefault(name, {}).setdefault(str(row["tokens"]), [])
+            of_tokens.append(float(row["vs_ours"]))
+    counts = sorted({tokens for found in times.values() for tokens in found}, key=int)
     body = [
-        (*name, len(found), *(f"{of(found):.2f}×" for of in (min, median, max)))
+        (
+            *name, sum(map(len, found.values())), f"{min(map(min, found.values())):.2f}×",
+            *(f"{median(found[tokens]):.2f}×" if tokens in found else "" for tokens in counts),
+            f"{max(map(max, found.values())):.2f}×",
+        )
         for name, found in times.items()
-    ]
-    heads = ("", "bits", "beside", "shapes", "least", "median", "most")
+    ]  # fmt: skip
+    medians = (f"median, {tokens} new token{'s' * (tokens != '1')}" for tokens in counts)
+    heads = ("", "bits", "beside", "shapes", "least", *medians, "most")
     return [
         "### All shapes", "", "Times as long as ours at the same width: below 1 the other is faster.", "",
         *table(heads, body),

@@ -6,6 +6,8 @@ from __future__ import annotations
 BASELINE = "fp16"
 #: llama.cpp's recipe: 4 bits for keys and values, both rotated.
 ROTATED = "q4:plain,rotate"
+#: The same with 8 bits.
+ROTATED_8 = "q8:plain,rotate"
 #: q4 as in the serving engine: pages are shared, but the newest tokens in fp16 would belong to one request.
 SHARED = "q4:residual_len=0"
 #: q4 with as many of the newest tokens in fp16 as transformers' quantized caches keep.
@@ -26,6 +28,7 @@ STUDY = (
     SHARED,
     "q8/q4",
     ROTATED,
+    ROTATED_8,
     "q8:plain",
     "q4:plain",
 )
