@@ -223,7 +223,7 @@ FORMATS: dict[str, Format] = {
     ),
     "weights": Format(
         checkpoint, "model.safetensors", load_model, (CheckpointError,),
-        ("models/checkpoint.py:_told", "models/checkpoint.py:load"),
+        ("models/checkpoint.py:_described", "models/checkpoint.py:load"),
     ),
     "index": Format(
         lambda folder: checkpoint(folder, True), "model.safetensors.index.json", load_model,
@@ -231,7 +231,7 @@ FORMATS: dict[str, Format] = {
     ),
     "shard": Format(
         lambda folder: checkpoint(folder, True), "model-1.safetensors", load_model,
-        (CheckpointError,), ("models/checkpoint.py:_told", "models/checkpoint.py:load"),
+        (CheckpointError,), ("models/checkpoint.py:_described", "models/checkpoint.py:load"),
     ),
     "plans": Format(
         plans, "plans.json", read_plans, (PlanFileError,), ("policy/plan_file.py:_parse",)
@@ -275,7 +275,7 @@ FORMATS: dict[str, Format] = {
     "cache state": Format(state, "state.pt", read_state, (ValueError,), ()),
     "session": Format(
         session, "session", read_saved, (SessionError,),
-        ("cache/sealed.py:read_sealed", "cache/sealed.py:_told"),
+        ("cache/sealed.py:read_sealed", "cache/sealed.py:_metadata"),
     ),
     "session, asked": Format(
         session, "session", lambda folder: is_sealed(folder / "session", WHAT), (),

@@ -147,13 +147,13 @@ class OverHTTP:
             await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
             seconds, used = time.perf_counter() - began, cpu_seconds(self.process) - cpu
             took = None if busy is None else (await self._busy(http) or 0.0) - busy
-        told = [found[place] for place in range(len(items))]
-        for (_, new, _), item in zip(told, items, strict=True):
+        outcomes = [found[place] for place in range(len(items))]
+        for (_, new, _), item in zip(outcomes, items, strict=True):
             if new != item.new_tokens:
                 raise RuntimeError(f"a request got {new} tokens, {item.new_tokens} were wanted")
         return Taken(
-            seconds, used, sum(new for _, new, _ in told), [ttft for *_, ttft in told], [text for text, *_ in told],
-            took,
+            seconds, used, sum(new for _, new, _ in outcomes), [ttft for *_, ttft in outcomes],
+            [text for text, *_ in outcomes], took,
         )  # fmt: skip
 
     async def _busy(self, http: httpx.AsyncClient) -> float | None:

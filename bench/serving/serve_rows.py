@@ -38,7 +38,7 @@ def rows_of(what: str, found: Runs, sizes: Mapping[Key, int], arriving: float = 
         static = found.get((STATIC, cache), found.get((STATIC, BASE)))
         rates = [run.rate for run in runs]
         requests_per_s = arriving or statistics.median(run.requests_per_s for run in runs)
-        told = [run.preemptions for run in runs if run.preemptions is not None]
+        counted = [run.preemptions for run in runs if run.preemptions is not None]
         yield {
             "load": what, "requests_per_s": round(requests_per_s, 2), "system": name, "cache": cache,
             "rounds": len(runs), "requests": len(runs[0].records), "tokens": runs[0].tokens,
@@ -46,7 +46,7 @@ def rows_of(what: str, found: Runs, sizes: Mapping[Key, int], arriving: float = 
             "tokens_per_s_p20": round(quantile(rates, 0.2), 1),
             "tokens_per_s_p80": round(quantile(rates, 0.8), 1),
             "vs_static": _ratio(runs, static), "vs_transformers": _ratio(runs, theirs),
-            **_latencies(runs), "preemptions": sum(told) if told else "",
+            **_latencies(runs), "preemptions": sum(counted) if counted else "",
             "running": round(statistics.median(run.running for run in runs), 1),
             "cache_bytes": sizes[name, cache],
         }  # fmt: skip

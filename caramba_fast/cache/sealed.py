@@ -59,8 +59,8 @@ def sealed(
     """The bytes of such a file."""
     from safetensors.torch import save  # noqa: PLC0415 - only files need it
 
-    told = {"checksum": _EMPTY.decode(), "what": what, "version": version, "about": dict(about)}
-    text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+    metadata = {"checksum": _EMPTY.decode(), "what": what, "version": version, "about": dict(about)}
+    text = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
     whole = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     data = bytearray(save(whole, {KEY: text}))
     place = _place(data)
@@ -121,12 +121,12 @@ def _opened(data: bytes, what: str, version: int) -> Sealed:
     from safetensors.torch import load  # noqa: PLC0415
 
     size, place = _header_size(data), _place(data)
-    told, end = _told(data[8 : 8 + size])
-    if place < 0 or told.get("what") != what:
+    metadata, end = _metadata(data[8 : 8 + size])
+    if place < 0 or metadata.get("what") != what:
         if len(data) < 8 + size and data[8:].startswith(_BEGIN):
             raise SealedFileError(f"was cut short: it ends within its header of {size} bytes")
         raise SealedFileError(f"is no {what} of caramba-fast")
-    found = told.get("version")
+    found = metadata.get("version")
     if type(found) is int and found > version:
         raise SealedFileError(
             f"is a {what} of format version {shown(found)}; this version of caramba-fast reads up to {version}"
@@ -137,7 +137,7 @@ def _opened(data: bytes, what: str, version: int) -> Sealed:
         raise SealedFileError(
             "is damaged: its bytes do not have the checksum they were written with, so that some were lost or changed"
         )
-    about = told.get("about")
+    about = metadata.get("about")
     if type(found) is not int or found < 1 or not isinstance(about, dict):
         raise SealedFileError(f"has version {shown(found)} and no such contents")
     try:
@@ -146,7 +146,7 @@ def _opened(data: bytes, what: str, version: int) -> Sealed:
         raise SealedFileError(f"holds no tensors that can be read: {shown(error)}") from error
 
 
-def _told(header: bytes) -> tuple[dict[str, Any], int]:
+def _metadata(header: bytes) -> tuple[dict[str, Any], int]:
     """Our metadata in a header, and the byte size of its tensors; ({}, 0) if there is none."""
     try:
         entries = parse_json(header)

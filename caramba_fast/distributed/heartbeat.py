@@ -84,7 +84,7 @@ class Heartbeat:
         self._lost: set[int] | None = None  # empty: the store's process is lost
         self._why = f"no sign of life for {self.patience:g} s"
         self._certain = True
-        self._told = threading.Event()  # all other live ranks know of the loss
+        self._all_know = threading.Event()  # all other live ranks know of the loss
         self._absent, self._answers = others, 0
         self._latest = dict.fromkeys(others, "")
         self._missed = dict.fromkeys(others, 0)  # reads in a row with an unchanged count
@@ -124,7 +124,7 @@ class Heartbeat:
             time.sleep(self.interval / 4)
         self._asked = False
         if self._lost is not None and self._holder.rank == self.rank:
-            self._told.wait(self.patience)
+            self._all_know.wait(self.patience)
         return self.loss
 
     def stop(self) -> None:
@@ -195,10 +195,10 @@ class Heartbeat:
 
     def _spread(self, lost: set[int]) -> None:
         """Announces that this rank knows of the loss, and checks whether the others do."""
-        self._store.set(f"told {self.rank}", "1")
-        living = [f"told {other}" for other in self._latest if other not in lost]
+        self._store.set(f"knows {self.rank}", "1")
+        living = [f"knows {other}" for other in self._latest if other not in lost]
         if not living or self._store.check(living):
-            self._told.set()
+            self._all_know.set()
 
     def _to_judge(self) -> bool:
         return self._asked or self._on_loss is not None

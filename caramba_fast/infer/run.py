@@ -301,7 +301,7 @@ class Run:
         ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
         """
         row, stopping = self.session.rows[index], self.stopping
-        count, told = self.config.logprobs, self.logprobs[index]
+        count, logprobs = self.config.logprobs, self.logprobs[index]
         for place, token in enumerate(tokens):
             row.push(token)
             if self.config.output_scores:
@@ -309,7 +309,7 @@ class Run:
             if self.config.output_logits:
                 self.row_logits[index].append(logits[place].clone())
             if count is not None:
-                told += token_logprobs(logits[place][None], [token], count)
+                logprobs += token_logprobs(logits[place][None], [token], count)
             reason = stopping.after(row)
             if reason is None and stopping.has_criteria:
                 kept = self.kept_scores

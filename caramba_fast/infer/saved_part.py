@@ -181,9 +181,9 @@ def opened(
 ) -> tuple[ModelKVCache, list[TokenSequence]]:
     """A new cache and rows with the state of a part; raises SessionError if it does not fit or is inconsistent."""
     cache = generator._choice.new_cache(len(part.counts))
-    for index, (layer, told) in enumerate(zip(cache, part.layers, strict=True)):
+    for index, (layer, saved) in enumerate(zip(cache, part.layers, strict=True)):
         try:
-            state = _with_tensors(told, f"{name}.layers.{index}", tensors)
+            state = _with_tensors(saved, f"{name}.layers.{index}", tensors)
             layer.load_state_dict(_with_slack(state, layer.tail_slack))
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise SessionError(
@@ -194,14 +194,14 @@ def opened(
 
 
 def _with_tensors(
-    told: dict[str, Any], prefix: str, tensors: Mapping[str, Tensor]
+    state: dict[str, Any], prefix: str, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """The state of a layer in the form of `LayerCache.load_state_dict`."""
     streams = {
         name: {**stream, **{key: tensors.get(f"{prefix}.{name}.{key}") for key in BUFFERS}}
-        for name, stream in told["streams"].items()
+        for name, stream in state["streams"].items()
     }
-    return {**told, "streams": streams}
+    return {**state, "streams": streams}
 
 
 def _with_slack(state: dict[str, Any], slack: int) -> dict[str, Any]:

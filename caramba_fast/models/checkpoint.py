@@ -178,7 +178,7 @@ class WeightFiles:
             raise CheckpointError(f"{folder} holds no weights")
 
     def _read_header(self, file: Path, indexed: dict[str, Path] | None) -> None:
-        for name, shape, dtype in self._told(file):
+        for name, shape, dtype in self._described(file):
             there = self._files.get(name)
             where = file if indexed is None else indexed.get(name, file)
             if there is not None or where != file:
@@ -193,7 +193,7 @@ class WeightFiles:
                 )
             self._files[name], self.shapes[name], self.dtypes[name] = file, shape, dtype
 
-    def _told(self, file: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    def _described(self, file: Path) -> list[tuple[str, tuple[int, ...], str]]:
         try:
             with self._open(str(file), framework="pt") as opened:
                 slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118

@@ -101,14 +101,14 @@ class OutputProcessor:
             if request.is_over:
                 output = self._close(request)
         new = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
-        pieces = tuple(sequence.written[sequence.told :])
-        told, reason = sequence.logprobs[sequence.emitted :], sequence.finish_reason
+        pieces = tuple(sequence.written[sequence.emitted_pieces :])
+        logprobs, reason = sequence.logprobs[sequence.emitted :], sequence.finish_reason
         ending = request.stopping.stop_text(sequence) if reason == "stop" else ""
         event = Event(
-            request.request_id, sequence.index, new, "".join(pieces), reason, output, told, pieces, ending
+            request.request_id, sequence.index, new, "".join(pieces), reason, output, logprobs, pieces, ending
         )  # fmt: skip
         sequence.emitted += len(new)
-        sequence.told = len(sequence.written)
+        sequence.emitted_pieces = len(sequence.written)
         return event
 
     def _close_text(self, sequence: PagedSequence) -> None:

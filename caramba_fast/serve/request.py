@@ -124,7 +124,7 @@ class PagedSequence(TokenSequence):
         prefix_hit: prompt tokens found in cached pages.
         preemptions: times it was preempted.
         written: pieces of its text.
-        emitted, told: number of tokens, and of pieces of text, that were emitted.
+        emitted, emitted_pieces: number of tokens, and of pieces of text, that were emitted.
         is_over: whether its end was emitted.
         logprobs: of its new tokens, with ``logprobs``; else empty.
     """
@@ -142,7 +142,7 @@ class PagedSequence(TokenSequence):
         self.epoch = self.ticket = -1
         self.swapped: SwappedOut | None = None
         self.furthest = self.paid_at = self.turn_start = 0
-        self.prefix_hit = self.preemptions = self.emitted = self.told = 0
+        self.prefix_hit = self.preemptions = self.emitted = self.emitted_pieces = 0
         self.written: list[str] = []
         self.is_over = False
         self.logprobs: list[TokenLogprobs] = []

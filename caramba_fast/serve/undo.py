@@ -23,7 +23,8 @@ from caramba_fast.serve.request import Event, PagedSequence, Request
 
 #: Fields of a sequence that are restored as they were.
 FIELDS = (
-    "finish_reason", "prefix_hit", "emitted", "told", "is_over", "epoch", "ticket", "furthest", "paid_at", "turn_start",
+    "finish_reason", "prefix_hit", "emitted", "emitted_pieces", "is_over", "epoch", "ticket", "furthest", "paid_at",
+    "turn_start",
 )  # fmt: skip
 #: Fields that say where its tokens are stored; the lists are copied.
 STORED, LISTS = ("cached", "ring", "swapped", "preemptions"), ("pages", "keys")

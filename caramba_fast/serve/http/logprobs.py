@@ -36,18 +36,18 @@ class LogprobsWriter:
         self._held: dict[int, list[TokenLogprobs]] = defaultdict(list)
         self._offset: dict[int, int] = defaultdict(int)
 
-    def put(self, answer: int, told: Sequence[TokenLogprobs]) -> None:
+    def put(self, answer: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds those of new tokens."""
-        self._held[answer] += told
+        self._held[answer] += entries
 
     def take(self, answer: int) -> dict[str, Any] | None:
         """Those not sent yet; None if there are none."""
-        told = self._held.pop(answer, None)
-        if not told:
+        entries = self._held.pop(answer, None)
+        if not entries:
             return None
         if self._chat:
-            return {"content": [self._entry(one) for one in told], "refusal": None}
-        return self._columns(answer, told)
+            return {"content": [self._entry(one) for one in entries], "refusal": None}
+        return self._columns(answer, entries)
 
     def _entry(self, one: TokenLogprobs) -> dict[str, Any]:
         best = [self._named(token, value) for token, value in one.top]
@@ -59,11 +59,11 @@ class LogprobsWriter:
         known = None if part else list(text.encode())
         return {"token": text, "logprob": max(value, LEAST), "bytes": known}
 
-    def _columns(self, answer: int, told: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _columns(self, answer: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         found: dict[str, Any] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
-        for one in told:
+        for one in entries:
             text, value = self._text(one.token), max(one.logprob, LEAST)
             found["tokens"].append(text)
             found["token_logprobs"].append(value)

@@ -346,9 +346,9 @@ class Answer:
             )
             if index < len(output.logprobs or ()):
                 self.logprobs.put(index, output.logprobs[index])
-            told = self.logprobs.take(index)
+            logprobs = self.logprobs.take(index)
             choices.append(
-                {"index": index, **said, "logprobs": told, "finish_reason": FINISHED[reason]}
+                {"index": index, **said, "logprobs": logprobs, "finish_reason": FINISHED[reason]}
             )
         return {**self._head(False), "choices": choices, "usage": usage(output)}
 
