@@ -216,9 +216,11 @@ def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
     sizes = [store.get("batch_size"), store.get("n_kv_heads")]
     for name in ("k", "v"):
         codes = streams[name].get("codes") if isinstance(streams[name], dict) else None
-        if not is_stored(codes) or codes.ndim != 4:
+        if not is_stored(codes):
+            return f"codes of {name} is {described(codes)}"
+        if codes.ndim != 4:
             return (
-                f"codes of {name} are {described(codes)}; (rows, lanes, tokens, bytes) are needed"
+                f"codes of {name} are {tuple(codes.shape)}; (rows, lanes, tokens, bytes) are needed"
             )
         numbers = [*sizes, streams[name].get("head_dim")]
         if not all(type(x) is int and x > 0 for x in numbers):

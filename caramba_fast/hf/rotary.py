@@ -33,7 +33,7 @@ from caramba_fast.ops.checks import FLOATS, tangents_go_along
 NAME = "apply_rotary_pos_emb"
 #: Attribute of rotated keys: the `Destination` of the function that rotated them.
 DESTINATION = "_caramba_destination"
-#: Attribute of our functions: the module's own, which each has replaced.
+#: Attribute of our functions: (the function itself, the module's own, which it has replaced).
 OWN = "_caramba_own"
 #: Names of modules whose function is replaced.
 _replaced: set[str] = set()
@@ -59,8 +59,9 @@ def fuse(model: nn.Module) -> list[str]:
 
 
 def own_function(function: Any) -> Any:
-    """What one of our functions has replaced; any other function unchanged."""
-    return getattr(function, OWN, function)
+    """What one of our functions has replaced; any other function unchanged, one that wraps ours too."""
+    ours, own = getattr(function, OWN, (None, None))  # functools.wraps copies attributes
+    return own if ours is function else function
 
 
 def fused() -> set[str]:
@@ -234,5 +235,5 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         setattr(k, DESTINATION, destination)
         return q, k
 
-    setattr(rotary, OWN, own)
+    setattr(rotary, OWN, (rotary, own))
     return rotary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import sys
 import weakref
@@ -113,12 +114,14 @@ def test_a_function_that_somebody_else_puts_there_meanwhile_stays(llama, monkeyp
     module, own = sys.modules[type(llama).__module__], rope_of(llama)
     monkeypatch.setattr(module, rotary.NAME, own)  # restored at the end
 
-    def patched(q, k, cos, sin, *args, **kwargs):
-        return own(q * 1.5, k, cos, sin, *args, **kwargs)
-
     other = copy.deepcopy(llama)
     accelerate(llama, "q4")
     ours = rope_of(llama)
+
+    @functools.wraps(ours)
+    def patched(q, k, cos, sin, *args, **kwargs):
+        return own(q * 1.5, k, cos, sin, *args, **kwargs)
+
     setattr(module, rotary.NAME, patched)
     accelerate(other, "q8")
     assert rope_of(llama) is patched
