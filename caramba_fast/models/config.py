@@ -32,7 +32,8 @@ def refuse_adapter(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         raise CheckpointError(
             f"{folder} has {ADAPTER}: a PEFT adapter, which is not loaded here; merge it into its model "
-            "(merge_and_unload) and save that, or load both with peft and give that model to a Generator or Engine"
+            "(merge_and_unload) and save that, load both with peft and give that model to a Generator or Engine, or "
+            "remove the file if the weights are merged already"
         )
 
 
