@@ -95,10 +95,8 @@ def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
     """
     check_regular(Path(path))
     with Path(path).open("rb") as stream:
-        front = stream.read(8 + len(_BEGIN))[8:]
-        if not _BEGIN.startswith(
-            front
-        ):  # a file of many GiB, a model's weights say, is not read for that
+        # A file of another kind, such as a model's weights, may be too large to be read whole.
+        if not _BEGIN.startswith(stream.read(8 + len(_BEGIN))[8:]):
             raise SealedFileError(f"{path} is no {what} of caramba-fast")
         stream.seek(0)
         data = stream.read()

@@ -113,8 +113,8 @@ def load(
     Raises:
         TypeError: another dtype, or a transformers model that our caches cannot serve.
         ValueError: an unknown dtype name.
-        CheckpointError: the path is missing, a pickle or damaged, or neither the native model nor transformers loads
-            it.
+        CheckpointError: the path is missing, a pickle, damaged or has a PEFT adapter in it, or neither the native model
+            nor transformers loads it.
         ModuleNotFoundError: a Hub id must be downloaded and huggingface_hub is not installed.
     """
     dtype = dtype_of(dtype)
@@ -148,7 +148,8 @@ def checkpoint_folder(path: str | Path, revision: str | None = None) -> Path:
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: it is missing, a pickle or another file, has no config.json, or could not be downloaded.
+        CheckpointError: it is missing, a pickle or another file, has no config.json or a PEFT adapter beside it, or
+            could not be downloaded.
     """
     folder = local_path(path, revision)
     if folder.suffix == GGUF and folder.is_file():

@@ -335,10 +335,11 @@ def test_a_generator_takes_the_model_inside_of_what_peft_makes() -> None:
 @pytest.mark.parametrize("build", [Generator, Engine])
 def test_adapters_that_need_their_wrapper_are_refused_without_it(build: Any) -> None:
     outer = Wrapper(model := tiny("llama"))
-    kind = SimpleNamespace(peft_type=SimpleNamespace(value="XLORA"))
-    outer.active_peft_config = kind  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="needs the PEFT wrapper"):
-        build(outer)
+    for kind in ("XLORA", "POLY"):
+        config = SimpleNamespace(peft_type=SimpleNamespace(value=kind))
+        outer.active_peft_config = config  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="needs the PEFT wrapper"):
+            build(outer)
     # Activated LoRA is in the layers, which do nothing until the wrapper has looked for its tokens.
     model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[5, 9])}
     with pytest.raises(TypeError, match="needs the PEFT wrapper"):

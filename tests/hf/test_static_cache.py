@@ -14,10 +14,12 @@ from support.hf_matrix import IS_OLD, PAD, exists, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     CompileConfig,
+    MllamaForCausalLM,
     PreTrainedModel,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, compat, restore
 from caramba_fast.hf.static_layer import check_no_codes
@@ -39,6 +41,18 @@ def batch(count: int = 20) -> dict[str, torch.Tensor]:
     mask[1, :7] = 0
     ids[1, :7] = PAD
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_layers_that_store_images_are_refused_by_name() -> None:
+    """An image has another number of states than the text has tokens: a larger cache would not help."""
+    config = MllamaTextConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, cross_attention_layers=[1], pad_token_id=PAD,
+    )  # fmt: skip
+    model = accelerate(MllamaForCausalLM(config).eval(), "q8")
+    with pytest.raises(TypeError, match=r"store images .*cross_attention_layers.*use CarambaCache"):
+        CarambaStaticCache(model, "q8", max_cache_len=64)
+    restore(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
