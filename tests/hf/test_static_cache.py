@@ -45,8 +45,9 @@ def batch(count: int = 20) -> dict[str, torch.Tensor]:
 
 def test_layers_that_store_images_are_refused_by_name() -> None:
     """An image has another number of states than the text has tokens: a larger cache would not help."""
+    rope = {"rope_scaling": {"rope_type": "default"}} if compat.BEFORE_5 else {}
     config = MllamaTextConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **rope,
         num_key_value_heads=2, max_position_embeddings=64, cross_attention_layers=[1], pad_token_id=PAD,
     )  # fmt: skip
     model = accelerate(MllamaForCausalLM(config).eval(), "q8")
