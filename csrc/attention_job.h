@@ -2,6 +2,7 @@
 // Without functions with linkage, since translation units of different instruction sets share it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "streams.h"
@@ -76,8 +77,10 @@ struct AttentionJob {
   std::int64_t first_tile(const Segment& segment) const {
     return segment.source == Source::sinks ? segment.start : segment.start / tile * tile;
   }
-  // The last token of a token's group.
-  std::int64_t last_of(std::int64_t token) const { return token - token % group + group - 1; }
+  // The tokens of a row of `length` that its last query reads from codes: whole groups.
+  std::int64_t encoded_before(std::int64_t length) const {
+    return std::max<std::int64_t>(length - residual, 0) / group * group;
+  }
 };
 
 }  // namespace caramba_fast

@@ -27,9 +27,7 @@ inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t
   const std::int64_t begin = pad + a.sink_len;
   const std::int64_t near = a.window >= 0 ? std::max(begin, first - a.window) : begin;
   add(Source::sinks, pad, std::min(begin, length));
-  // End of the whole groups that the last query reads from codes.
-  const std::int64_t encoded = std::max<std::int64_t>(length - a.residual, 0) / a.group * a.group;
-  const std::int64_t end = std::min(encoded, capacity);
+  const std::int64_t end = std::min(a.encoded_before(length), capacity);
   // If the kept tokens and the window share a tile, they are one segment: each tile is processed
   // once, so that a query's bits do not depend on where the windows of others begin.
   const std::int64_t kept = std::min({pad + a.kept, near, end});

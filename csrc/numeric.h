@@ -27,6 +27,13 @@ inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
+template <int... LANES>
+inline Ints in_order(std::integer_sequence<int, LANES...>) {
+  return Ints{LANES...};
+}
+// 0, 1, 2 and so on.
+inline Ints first_lanes() { return in_order(std::make_integer_sequence<int, kLanes>{}); }
+
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
 #if CARAMBA_FAST_VECTOR_BITS == 512
@@ -84,19 +91,19 @@ inline __m128 reduced(const Floats (&v)[4]) {
   return pair<SUM>(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
 }
 template <bool SUM>
-inline void reduce(const Floats (&v)[4], float (&to)[4]) {
+inline void reduce(const Floats (&v)[4], float* to) {
   _mm_storeu_ps(to, reduced<SUM>({v[0], v[1], v[2], v[3]}));
 }
 #elif CARAMBA_FAST_NEON
 template <bool SUM>
-inline void reduce(const Floats (&v)[4], float (&to)[4]) {
+inline void reduce(const Floats (&v)[4], float* to) {
   const Floats a = pair<SUM>(lower_halves(v[0], v[1]), upper_halves(v[0], v[1]));
   const Floats b = pair<SUM>(lower_halves(v[2], v[3]), upper_halves(v[2], v[3]));
   store_as(pair<SUM>(Floats(vuzp1q_f32(a, b)), Floats(vuzp2q_f32(a, b))), to);
 }
 #else
 template <bool SUM>
-inline void reduce(const Floats (&v)[4], float (&to)[4]) {
+inline void reduce(const Floats (&v)[4], float* to) {
   for (int i = 0; i < 4; ++i) to[i] = SUM ? sum_of(v[i]) : greatest_of(v[i]);
 }
 #endif

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <utility>
 
 #include "arena.h"
 #include "lane.h"
@@ -33,13 +32,6 @@ struct Softmax {
 // `count` rounded up to whole vectors.
 inline int whole_vectors(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-template <int... LANES>
-inline Ints in_order(std::integer_sequence<int, LANES...>) {
-  return Ints{LANES...};
-}
-// 0, 1, 2 and so on.
-inline Ints first_lanes() { return in_order(std::make_integer_sequence<int, kLanes>{}); }
-
 // softcap * tanh(score / softcap)
 inline void cap_scores(float* scores, int count, float softcap) {
   for (int i = 0; i < count; i += kLanes) {
@@ -56,8 +48,9 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     if (lane.job.softcap > 0) cap_scores(row, tile.count, lane.job.softcap);
-    if (!visibility.whole) visibility.hide(row, lane.query_token(r), tile.count);
-    if (whole > tile.count) {  // as a whole vector, since partial stores are slow to reload
+    if (!visibility.whole) {
+      visibility.hide(row, lane.query_token(r), whole);
+    } else if (whole > tile.count) {  // as a whole vector: partial stores are slow to reload
       const int last = whole - kLanes;
       const Ints there = first_lanes() < splat(tile.count - last);
       store_as(there ? load_as<Floats>(row + last) : splat(kNegativeInfinity), row + last);
@@ -69,7 +62,7 @@ inline constexpr int kSoftmaxRows = 4;  // rows processed together, to hide late
 
 // The largest score of each of ROWS rows; -infinity if there is none.
 template <int ROWS>
-void largest_scores(const float* scores, int whole, float (&largest)[kSoftmaxRows]) {
+void largest_scores(const float* scores, int whole, float* largest) {
   Floats most[kSoftmaxRows];
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < kSoftmaxRows; ++r) most[r] = splat(kNegativeInfinity);
@@ -79,28 +72,24 @@ void largest_scores(const float* scores, int whole, float (&largest)[kSoftmaxRow
   reduce<false>(most, largest);
 }
 
-// Turns scores of ROWS rows into weights, zeros past the tile; their sums and maxima.
+// Turns scores of ROWS rows into weights, zeros past the tile; their sums.
 template <int ROWS>
-void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows],
-                float (&peaks)[kSoftmaxRows]) {
-  Floats total[kSoftmaxRows] = {}, most[kSoftmaxRows] = {};
+void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows]) {
+  Floats total[kSoftmaxRows] = {};
   for (int i = 0; i < whole; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) {
     float* at = scores + r * kScoreRow + i;
     const Floats weight = weight_of(load_as<Floats>(at) - max[r]);
     total[r] += weight;
-    most[r] = greater(weight, most[r]);
     store_as(weight, at);
   }
   for (int i = whole; i < kTile; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) store_as(Floats{}, scores + r * kScoreRow + i);
   reduce<true>(total, sums);
-  reduce<false>(most, peaks);
 }
 
-using LargestScores = void (*)(const float* scores, int whole, float (&largest)[kSoftmaxRows]);
-using WeighRows = void (*)(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows],
-                           float (&peaks)[kSoftmaxRows]);
+using LargestScores = void (*)(const float* scores, int whole, float* largest);
+using WeighRows = void (*)(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows]);
 inline constexpr LargestScores kLargestScores[kSoftmaxRows] = {
     largest_scores<1>, largest_scores<2>, largest_scores<3>, largest_scores<4>};
 inline constexpr WeighRows kWeighRows[kSoftmaxRows] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>,
@@ -118,8 +107,7 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
   for (int first = 0; first < lane.query_rows; first += kSoftmaxRows) {
     const int rows = std::min(lane.query_rows - first, kSoftmaxRows);
     float* block = scores + first * kScoreRow;
-    float largest[kSoftmaxRows], against[kSoftmaxRows];
-    float sums[kSoftmaxRows], peaks[kSoftmaxRows];
+    float largest[kLanes] = {}, against[kLanes] = {}, peaks[kLanes], sums[kSoftmaxRows];
     kLargestScores[rows - 1](block, whole, largest);
     for (int r = 0; r < rows; ++r) {
       const float before = softmax.max[first + r], now = largest[r], max = std::max(before, now);
@@ -132,7 +120,8 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
       softmax.total[first + r] *= factor;
       rescale(first + r, factor);
     }
-    kWeighRows[rows - 1](block, whole, against, sums, peaks);
+    store_as(weight_of(load_as<Floats>(largest) - load_as<Floats>(against)), peaks);
+    kWeighRows[rows - 1](block, whole, against, sums);
     for (int r = 0; r < rows; ++r) {
       softmax.total[first + r] += sums[r];
       softmax.peak[first + r] = peaks[r];

@@ -27,18 +27,16 @@ struct Visibility {
   void find(const Lane& lane, const Tile& tile) {
     const AttentionJob& job = lane.job;
     const RowPlan& plan = lane.plan;
-    whole = sees_everything(job, plan, tile);
-    any = mask_of_first(tile.count);
-    if (whole) return;
     const std::int64_t first = plan.length - plan.count;
-    std::fill(seen, seen + job.tokens, 0);
+    const std::uint64_t all = mask_of_first(tile.count);
+    const auto seen_by = [&](std::int64_t t) { return tokens_seen(job, plan, first + t, tile); };
+    any = all;
+    // Each bound of what a query sees rises, or falls, with its position.
+    whole = plan.count == job.tokens && seen_by(0) == all && seen_by(plan.count - 1) == all;
+    if (whole) return;
     any = 0;
-    for (std::int64_t t = 0; t < plan.count; ++t) {
-      for (int i = 0; i < tile.count; ++i)
-        if (sees(job, plan, first + t, tile.start + i, tile.source))
-          seen[t] |= std::uint64_t{1} << i;
-      any |= seen[t];
-    }
+    std::fill(seen, seen + job.tokens, 0);
+    for (std::int64_t t = 0; t < plan.count; ++t) any |= seen[t] = seen_by(t);
   }
 
   // Whether a query token sees all of a tile of full size.
@@ -46,34 +44,36 @@ struct Visibility {
     return tile.count == tile_size && (whole || seen[token] == mask_of_first(tile.count));
   }
 
-  // Sets the scores of invisible tokens to -infinity.
-  void hide(float* scores, std::int64_t token, int count) const {
-    for (int i = 0; i < count; ++i)
-      if (!(seen[token] >> i & 1)) scores[i] = kNegativeInfinity;
+  // Sets the scores of a tile's invisible tokens to -infinity, and those past it up to `whole`, a
+  // multiple of kLanes.
+  void hide(float* scores, std::int64_t token, int whole) const {
+    const Ints lanes = splat(1) << first_lanes();
+    for (int i = 0; i < whole; i += kLanes) {
+      const Ints mine = splat(static_cast<std::int32_t>(seen[token] >> i)) & lanes;
+      store_as(mine != 0 ? load_as<Floats>(scores + i) : splat(kNegativeInfinity), scores + i);
+    }
   }
 
  private:
-  // Whether the query at one position sees the key at another in `source`: the newest `residual`
-  // are only in the tail.
-  static bool sees(const AttentionJob& job, const RowPlan& plan, std::int64_t query,
-                   std::int64_t key, Source source) {
-    const std::int64_t distance = query - key;
-    const bool encoded = query - job.last_of(key) >= job.residual;
-    if (source == Source::codes ? !encoded : distance < 0) return false;
-    if (source == Source::tail && encoded) return false;
-    if (job.window < 0 || distance <= job.window) return true;
-    return key - plan.pad < job.kept;
+  // The tokens of a tile at the positions [first, stop).
+  static std::uint64_t between(const Tile& tile, std::int64_t first, std::int64_t stop) {
+    const auto of_tile = [&tile](std::int64_t position) {
+      return mask_of_first(
+          static_cast<int>(std::clamp<std::int64_t>(position - tile.start, 0, tile.count)));
+    };
+    return of_tile(stop) & ~of_tile(first);
   }
 
-  // The same for all queries and all tokens of a tile, from its ends.
-  static bool sees_everything(const AttentionJob& job, const RowPlan& plan, const Tile& tile) {
-    const std::int64_t first = plan.length - plan.count, last = plan.length - 1;
-    const std::int64_t newest = tile.start + tile.count - 1;
-    if (plan.count != job.tokens) return false;
-    if (tile.source == Source::codes && job.last_of(newest) > first - job.residual) return false;
-    if (tile.source != Source::codes && newest > first) return false;
-    if (tile.source == Source::tail && last - job.last_of(tile.start) >= job.residual) return false;
-    return job.window < 0 || last - tile.start <= job.window || newest - plan.pad < job.kept;
+  // What the query at one position sees of a tile: the newest `residual` are only in the tail.
+  static std::uint64_t tokens_seen(const AttentionJob& job, const RowPlan& plan, std::int64_t query,
+                                   const Tile& tile) {
+    const std::int64_t encoded = job.encoded_before(query + 1), end = tile.start + tile.count;
+    std::uint64_t seen = between(tile, tile.source == Source::tail ? encoded : tile.start,
+                                 tile.source == Source::codes ? encoded : query + 1);
+    if (job.window >= 0)
+      seen &=
+          between(tile, query - job.window, end) | between(tile, tile.start, plan.pad + job.kept);
+    return seen;
   }
 };
 
