@@ -5,7 +5,8 @@
 //   visibility.h  which tokens of a tile each query sees
 //   query.h       queries in the basis of the keys      query_int8.h   as integers
 //   tile.h        one head's part of a tile             int8_layout.h  its bytes
-//   scores.h      q . k                                 scores_float.h, scores_int8.h
+//   scores.h      q . k                                 scores_float.h, scores_many.h
+//                                                       scores_int8.h
 //                                                       scores_channel.h, scores_group.h
 //   prompt.h      q . k and weights times values in fp32 for many queries; prompt_bf16.h in bf16
 //   softmax.h     scores to weights, online
@@ -74,7 +75,7 @@ class LaneAttention {
     }
     scratch_ = {};
     scratch_.decoded = arena.take<float>(kTile * widest + 16);
-    if (lane.job.prompt) scratch_.turned = arena.take<float>(kTile * widest);
+    scratch_.turned = arena.take<float>(kTile * widest);
 #if CARAMBA_FAST_VECTOR_BITS
     scratch_.scales = arena.take<TileScales>(1);
     scratch_.values = arena.take<ValueScratch>(1);

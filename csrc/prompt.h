@@ -1,61 +1,24 @@
 // Prompts: the passes over one tile for the many query rows of a long call, in fp32. Keys are
-// transposed, so that a vector has one dim of many tokens and nothing is summed across a vector;
-// values become fp32. Both pay off only with many rows, and last bits differ from those among few
-// queries (scores_float.h, values_float.h), so callers ask for them: `AttentionJob::prompt`.
+// transposed (turn_keys.h), values become fp32. Both pay off only with many rows, and last bits
+// differ from those among few queries (scores_float.h), so callers ask for them:
+// `AttentionJob::prompt`.
 // Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
-#include <utility>
+#include <type_traits>
 
 #include "attention_job.h"
 #include "half.h"
 #include "numeric.h"
 #include "prefetch.h"
+#include "turn_keys.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 // Sums that fit into registers, beside a vector of each part and one of a row.
 inline constexpr int kPromptRows = 6, kPromptParts = kManyRegisters ? 4 : 2;
-
-// A step of a transposition: rows a and b, HALF apart, exchange halves of pairs of HALF columns.
-template <int HALF, int... LANES>
-inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, LANES...>) {
-  const Floats low = {((LANES & HALF) != 0 ? b[LANES ^ HALF] : a[LANES])...};
-  const Floats high = {((LANES & HALF) != 0 ? b[LANES] : a[LANES ^ HALF])...};
-  a = low;
-  b = high;
-}
-
-template <int HALF>
-inline void turn_by(Floats (&v)[kLanes]) {
-  if constexpr (HALF < kLanes) {
-    CARAMBA_FAST_UNROLL
-    for (int i = 0; i < kLanes; ++i)
-      if ((i & HALF) == 0)
-        exchange<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, kLanes>{});
-    turn_by<2 * HALF>(v);
-  }
-}
-
-// Keys of a tile as (vector of tokens, dim, token); the last token is repeated past the end.
-template <Format T>
-CARAMBA_FAST_NOINLINE void turn_keys(const void* keys, std::int64_t stride, int count,
-                                     std::int64_t width, float* to) {
-  using Storage = typename Values<T>::Storage;
-  for (int t = 0; t < count; t += kLanes)
-    for (std::int64_t d = 0; d < width; d += kLanes, to += kLanes * kLanes) {
-      Floats v[kLanes];
-      CARAMBA_FAST_UNROLL
-      for (int i = 0; i < kLanes; ++i)
-        v[i] =
-            Values<T>::load(token_at<Storage>(keys, stride, t + i < count ? t + i : count - 1) + d);
-      turn_by<1>(v);
-      CARAMBA_FAST_UNROLL
-      for (int i = 0; i < kLanes; ++i) store_as(v[i], to + i * kLanes);
-    }
-}
 
 // Values of a tile in fp32, contiguous.
 template <Format T>
@@ -67,11 +30,7 @@ CARAMBA_FAST_NOINLINE void widen_values(const void* values, std::int64_t stride,
   }
 }
 
-using MovedTile = void (*)(const void* from, std::int64_t stride, int count, std::int64_t width,
-                           float* to);
 // By element type.
-inline constexpr MovedTile kTurnKeys[kValueTypes] = {
-    turn_keys<Format::fp32>, turn_keys<Format::fp16>, turn_keys<Format::bf16>};
 inline constexpr MovedTile kWidenValues[kValueTypes] = {
     widen_values<Format::fp32>, widen_values<Format::fp16>, widen_values<Format::bf16>};
 

@@ -13,9 +13,11 @@
 #include "scores_channel.h"
 #include "scores_float.h"
 #include "tile.h"
+#include "turn_keys.h"
 #include "visibility.h"
 #if CARAMBA_FAST_VECTOR_BITS
 #include "scores_int8.h"
+#include "scores_many.h"
 #endif
 
 namespace caramba_fast {
@@ -90,14 +92,19 @@ CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& 
                              data.values, data.stride, tile.count, scratch.turned, scores);
 #endif
   const TileData keys = decoded(data, query.key, tile.count, scratch.decoded);
-  if (scratch.turned != nullptr) {
-    kTurnKeys[static_cast<int>(keys.format)](keys.values, keys.stride, tile.count, query.key.width,
+  const std::int64_t width = query.key.width;
+  if (lane.job.prompt) {
+    kTurnKeys[static_cast<int>(keys.format)](keys.values, keys.stride, tile.count, width,
                                              scratch.turned);
-    return score_prompt(query.values, query.key.width, lane.query_rows, scratch.turned, tile.count,
-                        scores);
+    return score_prompt(query.values, width, lane.query_rows, scratch.turned, tile.count, scores);
   }
-  kScoreTiles[static_cast<int>(keys.format)](query.values, query.key.width, lane.query_rows,
-                                             keys.values, keys.stride, tile.count, scores);
+#if CARAMBA_FAST_VECTOR_BITS
+  if (has_many_rows(lane.query_rows, width))
+    return score_many(query.values, width, lane.query_rows, keys.format, keys.values, keys.stride,
+                      tile.count, scratch.turned, scores);
+#endif
+  kScoreTiles[static_cast<int>(keys.format)](query.values, width, lane.query_rows, keys.values,
+                                             keys.stride, tile.count, scores);
 }
 
 }  // namespace CARAMBA_FAST_ISA

@@ -23,7 +23,7 @@ struct ValueScratch;  // values_bytes.h, values_words.h
 // Scratch for one tile at a time.
 struct TileScratch {
   float* decoded;  // kTile tokens of one head in fp32
-  float* turned;   // as many, transposed for prompts (prompt.h); null in short calls
+  float* turned;   // as many, transposed (turn_keys.h), or values of a prompt
   float* rounded;  // weights in bf16 (prompt_bf16.h); null where there are none
   // For integer products; null if there are none.
   TileScales* scales;

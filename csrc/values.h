@@ -95,7 +95,7 @@ CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
   static_cast<void>(softmax);
 #endif
   TileData values = decoded(data, state.value, tile.count, scratch.decoded);
-  const bool prompt = scratch.turned != nullptr;
+  const bool prompt = lane.job.prompt;
   if (prompt && values.format != Format::fp32) {
     kWidenValues[static_cast<int>(values.format)](values.values, values.stride, tile.count,
                                                   state.value.width, scratch.turned);

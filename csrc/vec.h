@@ -17,6 +17,8 @@
 // Before a function with loops that is called from one place: compilers would inline it, and all
 // loops of the caller would then share the registers.
 #define CARAMBA_FAST_NOINLINE __attribute__((noinline))
+// Before a function that has to be inlined for its arrays of vectors to be in registers.
+#define CARAMBA_FAST_INLINE inline __attribute__((always_inline))
 
 // Whether the instruction set sums four products of bytes in a dword, in 512 bits.
 #define CARAMBA_FAST_BYTE_SUMS (CARAMBA_FAST_VNNI && CARAMBA_FAST_VECTOR_BITS == 512)

@@ -102,6 +102,7 @@ def test_blocks(block, kinds):
     dict(dims={"k": 1024, "v": 1024}, block=128), dict(dims={"k": 256, "v": 256}, block=64),
     dict(dims={"k": 80, "v": 112}, kv_heads=2), dict(decoupled=True, kv_heads=4),
     dict(dims={"k": 1, "v": 1}, kv_heads=32), dict(dims={"k": 2, "v": 4}, kv_heads=16),
+    dict(dims={"k": 512, "v": 512}, block=64, kinds=("q4_0", "nf4")),
 ], ids=str)  # fmt: skip
 def test_the_most_rows_and_the_widest_or_most_heads(changes):
     """What the scratch of a thread has to hold."""
@@ -469,6 +470,33 @@ def test_a_piece_of_a_prompt_is_what_a_step_would_be():
         case.lengths = [n - (100 - stop) for n in lengths]
         for a, b in zip(attend(case, num_splits=1), whole, strict=True):
             torch.testing.assert_close(a, b[:, :, start:stop], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("tail", "sinks", "window"), ("pages", "leftpad")], ids=len
+)
+@pytest.mark.parametrize("kinds", [
+    ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("q8_0", "q4_0"), ("nf4", "q8_0"), ("q4_0", "nf4"),
+], ids="/".join)  # fmt: skip
+@pytest.mark.parametrize("dim", [64, 80])
+def test_a_query_has_the_same_bits_alone_and_among_many(dim, kinds, options):
+    """Whatever passes pay off with how many queries."""
+    case = build(
+        options,
+        dims={"k": dim, "v": dim},
+        heads=14,
+        tokens=8,
+        lengths=(145, 75),
+        slots=160,
+        kinds=kinds,
+    )
+    found = attend(case, num_splits=1)
+    q, lengths = case.queries["k"], case.lengths
+    for token in range(8):
+        case.queries = {"k": q[:, :, token : token + 1]}
+        case.lengths = [n - (7 - token) for n in lengths]
+        for alone, among in zip(attend(case, num_splits=1), found, strict=True):
+            assert torch.equal(alone[:, :, 0], among[:, :, token])
 
 
 def test_opcheck_of_a_prompt():
