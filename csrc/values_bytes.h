@@ -266,9 +266,51 @@ inline __m512i turned_bytes(const char* a, const char* b, const char* c, const c
   return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, v), bytes);
 }
 
+// 16 bytes of 4-bit codes, or 32 of 8-bit ones, of four tokens, transposed.
+template <Format F>
+inline void turn_quad(const char* a, const char* b, const char* c, const char* d,
+                      __m512i (&codes)[2]) {
+  codes[0] = turned_bytes(a, b, c, d);
+  if constexpr (F == Format::q8_0) {
+    codes[1] = turned_bytes(a + kLaneBytes, b + kLaneBytes, c + kLaneBytes, d + kLaneBytes);
+    for (__m512i& code : codes) code = _mm512_xor_si512(code, _mm512_set1_epi8(-128));
+  }
+}
+
+// The lines that 16 bytes of 4-bit codes, or 32 of 8-bit ones, of four tokens are.
+template <Format F>
+inline constexpr int kQuadLines = F == Format::q8_0 ? 2 : 1;
+
+// Calls add(quad, codes) for the quads of a tile's tokens; past the end the last token is repeated,
+// with weight 0.
+template <Format F, class Add>
+inline void for_each_quad(const char* codes, std::int64_t stride, int count, const Add& add) {
+  const auto visit = [&](int quad, const char* a, const char* b, const char* c, const char* d) {
+    __m512i turned[2];
+    turn_quad<F>(a, b, c, d, turned);
+    add(quad, turned);
+  };
+  int t = 0;
+  for (; t + 4 <= count; t += 4, codes += 4 * stride)
+    visit(t / 4, codes, codes + stride, codes + 2 * stride, codes + 3 * stride);
+  if (t == count) return;
+  const char* last = codes + (count - 1 - t) * stride;
+  visit(t / 4, codes, std::min(codes + stride, last), std::min(codes + 2 * stride, last), last);
+}
+
+// Stores the transposed codes of a tile's tokens.
+template <Format F>
+CARAMBA_FAST_NOINLINE void turn_values(const char* codes, std::int64_t stride, int count,
+                                       char* to) {
+  for_each_quad<F>(codes, stride, count, [&to](int, const __m512i(&turned)[2]) {
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kQuadLines<F>; ++i, to += kLine) _mm512_store_si512(to, turned[i]);
+  });
+}
+
 // The codes of `block` values of a tile's tokens, and their weights.
 struct ValueBlock {
-  const char* codes;
+  const char* codes;           // of the first token, or of all tokens transposed
   std::int64_t stride, width;  // of codes in bytes, of sums
   int count;
   const WeightOrder& order;
@@ -278,8 +320,9 @@ struct ValueBlock {
 };
 
 // sums[r] += weights times 32 values of each token, for ROWS rows: 16 bytes of 4-bit codes, with
-// low codes to `sums` and high ones `apart` later, or 32 bytes of 8-bit codes.
-template <Format F, int ROWS>
+// low codes to `sums` and high ones `apart` later, or 32 bytes of 8-bit codes. TURNED: by
+// `turn_values`.
+template <Format F, int ROWS, bool TURNED>
 CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int apart) {
   // Sums of both bytes of the weights; for nf4 of high bytes, and of mixed ones.
   __m512i high[ROWS][2], low[ROWS][2];
@@ -287,27 +330,20 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
   for (int i = 0; i < 2; ++i) high[r][i] = low[r][i] = _mm512_setzero_si512();
   const std::int64_t row = static_cast<std::int64_t>(sizeof(WeightBytes)) * block.order.groups;
+  const char* next = block.next;
   const char* weights =
       reinterpret_cast<const char*>(block.weights->high[0]) + block.lane * kLaneBytes;
-  const char* next = block.next;
   const std::int32_t* places = kWeightPlaces.weights[WeightPlaces::of(block.order.step())];
   // Levels of nf4 as unsigned 16-bit integers around 32768, in two bytes.
   [[maybe_unused]] const __m512i level_high = table_of(kLevelBytes.high);
   [[maybe_unused]] const __m512i level_low = table_of(kLevelBytes.low);
-  const auto add = [&](int quad, const char* a, const char* b, const char* c, const char* d) {
+  const auto add = [&](int quad, const __m512i(&turned)[2]) {
     const char* at = weights + places[quad];
-    __builtin_prefetch(next, 0, 3);
-    next += kLine;
-    __m512i codes[2], lows[2];
-    codes[0] = turned_bytes(a, b, c, d);
-    if constexpr (F == Format::q8_0) {
-      __builtin_prefetch(next, 0, 3);
-      next += kLine;
-      const __m512i middle = _mm512_set1_epi8(-128);
-      codes[1] = turned_bytes(a + kLaneBytes, b + kLaneBytes, c + kLaneBytes, d + kLaneBytes);
-      CARAMBA_FAST_UNROLL
-      for (int i = 0; i < 2; ++i) codes[i] = _mm512_xor_si512(codes[i], middle);
-    } else {  // q4_0: high codes as whole bytes, 16 times them plus the low ones
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kQuadLines<F>; ++i, next += kLine) __builtin_prefetch(next, 0, 3);
+    __m512i codes[2] = {turned[0], turned[1]}, lows[2];
+    if constexpr (F != Format::q8_0) {  // q4_0: high codes as whole bytes, 16 times them plus the
+                                        // low ones
       const __m512i nibble = _mm512_set1_epi8(15);
       codes[1] =
           F == Format::nf4 ? _mm512_and_si512(_mm512_srli_epi16(codes[0], 4), nibble) : codes[0];
@@ -335,14 +371,13 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
       for (int i = 0; i < 2; ++i) low[r][i] = sum_of_products(low[r][i], codes[i], lower);
     }
   };
-  const std::int64_t stride = block.stride;
-  const char* codes = block.codes;
-  int t = 0;
-  for (; t + 4 <= block.count; t += 4, codes += 4 * stride)
-    add(t / 4, codes, codes + stride, codes + 2 * stride, codes + 3 * stride);
-  if (t < block.count) {  // past the end the last token is repeated, with weight 0
-    const char* last = codes + (block.count - 1 - t) * stride;
-    add(t / 4, codes, std::min(codes + stride, last), std::min(codes + 2 * stride, last), last);
+  if constexpr (TURNED) {
+    const char* turned = block.codes;
+    for (int quad = 0; 4 * quad < block.count; ++quad, turned += kQuadLines<F> * kLine)
+      add(quad,
+          {_mm512_load_si512(turned), _mm512_load_si512(turned + (kQuadLines<F> - 1) * kLine)});
+  } else {
+    for_each_quad<F>(block.codes, block.stride, block.count, add);
   }
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) {
@@ -383,9 +418,10 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
 inline constexpr int kValueRows = 4;  // rows multiplied with a vector of codes in a register
 
 using AddBlock = void (*)(const ValueBlock& block, float* sums, int apart);
-template <Format F>
-inline constexpr AddBlock kAddBlock[kValueRows] = {add_block<F, 1>, add_block<F, 2>,
-                                                   add_block<F, 3>, add_block<F, 4>};
+template <Format F, bool TURNED>
+inline constexpr AddBlock kAddBlock[kValueRows] = {add_block<F, 1, TURNED>, add_block<F, 2, TURNED>,
+                                                   add_block<F, 3, TURNED>,
+                                                   add_block<F, 4, TURNED>};
 using PackWeights = void (*)(const float* weights, float peak, const BlockScales& scales, int group,
                              WeightBytes& to);
 template <bool EXACT>
@@ -396,6 +432,7 @@ inline constexpr PackWeights kPackWeights[3] = {pack_weights<1, EXACT>, pack_wei
 struct ValueScratch {
   BlockScales scales;
   WeightBytes weights[kValueRows * kMostGroups];
+  alignas(64) char codes[kTile * kMostUnits * kUnit];  // transposed
 };
 
 // sums (rows, head.width) += weights (rows, kScoreRow) times the values of a tile; `peaks` (rows)
@@ -416,8 +453,13 @@ bool add_values_bytes(const Lane& lane, const HeadStream& head, const TileData& 
   const int rows = lane.query_rows;
   const PackWeights pack = kPackWeights<F == Format::q8_0>[order.lanes / 2];
   const int block = head.stored->block, bytes = block * kBits / 8;
+  constexpr int kStep = kBits == 8 ? 2 * kLaneBytes : kLaneBytes;
   // Each head prefetches its share of the lane's next tile.
   const char* next = data.values + ahead_of(data.stride) + (kTile - 1) * head.first * kBits / 8;
+  const bool turned = rows > kValueRows;  // transposed once for all rows
+  for (std::int64_t byte = 0; turned && byte < head.blocks * bytes; byte += kStep)
+    turn_values<F>(data.values + byte, data.stride, count, scratch.codes + byte * kTile);
+  const AddBlock* add = turned ? kAddBlock<F, true> : kAddBlock<F, false>;
   for (int first = 0; first < rows; first += kValueRows) {
     const int some = std::min(rows - first, kValueRows);
     for (int r = 0; r < some; ++r) {
@@ -433,20 +475,19 @@ bool add_values_bytes(const Lane& lane, const HeadStream& head, const TileData& 
              scratch.weights[r * order.groups + g]);
     }
     for (int b = 0; b < head.blocks; ++b) {
-      ValueBlock mine = {data.values + b * bytes,
+      ValueBlock mine = {(turned ? scratch.codes : data.values) + b * bytes * (turned ? kTile : 1),
                          data.stride,
                          head.width,
                          count,
                          order,
                          scratch.weights + b / 4,
                          b % 4,
-                         next + b * bytes * kTile};
+                         (first == 0 ? next : scratch.codes) + b * bytes * kTile};
       float* to = sums + first * head.width + b * block;
-      const int step = kBits == 8 ? 2 * kLaneBytes : kLaneBytes;
-      for (int byte = 0; byte < bytes; byte += step) {
-        kAddBlock<F>[some - 1](mine, to + byte, kBits == 8 ? kLanes : block / 2);
-        mine.codes += step;
-        mine.next += step * kTile;
+      for (int byte = 0; byte < bytes; byte += kStep) {
+        add[some - 1](mine, to + byte, kBits == 8 ? kLanes : block / 2);
+        mine.codes += kStep * (turned ? kTile : 1);
+        mine.next += kStep * kTile;
       }
     }
   }

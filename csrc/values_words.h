@@ -102,6 +102,7 @@ void pack_weights(const float* weights, const TileScales& scales, int group, Wei
 
 // The values in 16 bytes of 4-bit codes, and in 32 of 8-bit ones.
 inline constexpr int kPieceValues = 32, kPieceVectors = kPieceValues / kLanes;
+inline constexpr int kMostPieces = 2 * kMostUnits * kUnit / kPieceValues;  // of 4-bit codes
 
 // Interleaves 16 bytes of each of two tokens as words, by byte and token: vectors of kLanes bytes.
 template <bool SIGNED>
@@ -250,7 +251,7 @@ void add_piece_rows(const PieceWords& piece, int count, const WeightWords* weigh
 
 // Scratch for one tile of values and some rows.
 struct ValueScratch {
-  PieceWords piece;
+  PieceWords pieces[kMostPieces];  // few rows use the first alone
   WeightWords weights[kWeightRows * kMostGroups];
 };
 
@@ -265,6 +266,7 @@ bool add_values_words(const HeadStream& head, const TileData& data, int count, i
   scales.widen(scales.steps(data.scales, data.scales_stride, bytes, count), bytes);
   if (!scales.finite) return false;
   const int block = head.stored->block, groups = bytes.groups;
+  const bool many = rows > kWeightRows;
   for (int first = 0; first < rows; first += kWeightRows) {
     const int some = std::min(rows - first, kWeightRows);
     for (int r = 0; r < some; ++r)
@@ -273,11 +275,12 @@ bool add_values_words(const HeadStream& head, const TileData& data, int count, i
                         scratch.weights[r * groups + g]);
     for (std::int64_t at = 0; at < head.width; at += kPieceValues) {
       const std::int64_t b = at / block, inside = at % block, byte = at * kBits / 8;
+      PieceWords& piece = scratch.pieces[many ? at / kPieceValues : 0];
       if (first == 0 && byte % kLine == 0)
-        scratch.piece.load<F, true>(data.values + byte, data.stride, count);
-      else
-        scratch.piece.load<F, false>(data.values + byte, data.stride, count);
-      add_piece_rows<F>(scratch.piece, count, scratch.weights + b / kUnitLanes, groups,
+        piece.template load<F, true>(data.values + byte, data.stride, count);
+      else if (first == 0)
+        piece.template load<F, false>(data.values + byte, data.stride, count);
+      add_piece_rows<F>(piece, count, scratch.weights + b / kUnitLanes, groups,
                         static_cast<int>(b % kUnitLanes), some,
                         sums + first * head.width + (kBits == 8 ? at : b * block + inside / 2),
                         head.width, kBits == 8 ? kPieceValues / 2 : block / 2);
