@@ -71,11 +71,13 @@ inline V pair(V a, V b) {
   return SUM ? a + b : (a > b ? a : b);
 }
 
-#if CARAMBA_FAST_VECTOR_BITS
+typedef float Four __attribute__((vector_size(16)));
+
 // The sums, or the largest entries, of four vectors. Adding halves first makes the bits independent
 // of a rotation of the lanes, since a tile may begin with any token.
+#if CARAMBA_FAST_VECTOR_BITS
 template <bool SUM>
-inline __m128 reduced(const Floats (&v)[4]) {
+inline Four reduced(const Floats (&v)[4]) {
   __m128 lane[4];
   CARAMBA_FAST_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -90,21 +92,18 @@ inline __m128 reduced(const Floats (&v)[4]) {
   const __m128 b = pair<SUM>(_mm_unpacklo_ps(lane[2], lane[3]), _mm_unpackhi_ps(lane[2], lane[3]));
   return pair<SUM>(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
 }
-template <bool SUM>
-inline void reduce(const Floats (&v)[4], float* to) {
-  _mm_storeu_ps(to, reduced<SUM>({v[0], v[1], v[2], v[3]}));
-}
 #elif CARAMBA_FAST_NEON
 template <bool SUM>
-inline void reduce(const Floats (&v)[4], float* to) {
+inline Four reduced(const Floats (&v)[4]) {
   const Floats a = pair<SUM>(lower_halves(v[0], v[1]), upper_halves(v[0], v[1]));
   const Floats b = pair<SUM>(lower_halves(v[2], v[3]), upper_halves(v[2], v[3]));
-  store_as(pair<SUM>(Floats(vuzp1q_f32(a, b)), Floats(vuzp2q_f32(a, b))), to);
+  return pair<SUM>(Floats(vuzp1q_f32(a, b)), Floats(vuzp2q_f32(a, b)));
 }
 #else
 template <bool SUM>
-inline void reduce(const Floats (&v)[4], float* to) {
-  for (int i = 0; i < 4; ++i) to[i] = SUM ? sum_of(v[i]) : greatest_of(v[i]);
+inline Four reduced(const Floats (&v)[4]) {
+  const auto one = [](Floats x) { return SUM ? sum_of(x) : greatest_of(x); };
+  return Four{one(v[0]), one(v[1]), one(v[2]), one(v[3])};
 }
 #endif
 
@@ -152,6 +151,17 @@ inline Floats weight_of(Floats x) {
   return _mm512_scalef_ps(exponential_of_rest(fused(n, splat(-0.693147182f), bounded)), n);
 #else
   return exponential(x);
+#endif
+}
+
+// The same for four numbers.
+inline Four weights_of(Four x) {
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  return _mm512_castps512_ps128(weight_of(_mm512_broadcast_f32x4(x)));
+#elif CARAMBA_FAST_VECTOR_BITS == 256
+  return _mm256_castps256_ps128(weight_of(_mm256_set_m128(x, x)));
+#else
+  return weight_of(x);
 #endif
 }
 

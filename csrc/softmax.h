@@ -16,16 +16,20 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-struct Softmax {
-  float* max;    // (query rows) the largest score so far
-  float* total;  // (query rows) the sum of exp(score - max) so far
-  float* peak;   // (query rows) the largest weight of the tile
+inline constexpr int kSoftmaxRows = 4;  // rows processed together, to hide latency
 
-  Softmax(int query_rows, Arena& arena)
-      : max(arena.take<float>(query_rows)),
-        total(arena.zeros(query_rows)),
-        peak(arena.zeros(query_rows)) {
-    std::fill(max, max + query_rows, kNegativeInfinity);
+struct Softmax {
+  // Of each query row, with room for whole groups of kSoftmaxRows.
+  float* max;    // the largest score so far
+  float* total;  // the sum of exp(score - max) so far
+  float* peak;   // the largest weight of the tile
+
+  Softmax(int query_rows, Arena& arena) {
+    const int room = (query_rows + kSoftmaxRows - 1) / kSoftmaxRows * kSoftmaxRows;
+    max = arena.take<float>(room);
+    total = arena.zeros(room);
+    peak = arena.zeros(room);
+    std::fill(max, max + room, kNegativeInfinity);
   }
 };
 
@@ -58,23 +62,21 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
   }
 }
 
-inline constexpr int kSoftmaxRows = 4;  // rows processed together, to hide latency
-
 // The largest score of each of ROWS rows; -infinity if there is none.
 template <int ROWS>
-void largest_scores(const float* scores, int whole, float* largest) {
+Four largest_scores(const float* scores, int whole) {
   Floats most[kSoftmaxRows];
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < kSoftmaxRows; ++r) most[r] = splat(kNegativeInfinity);
   for (int i = 0; i < whole; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r)
     most[r] = greater(load_as<Floats>(scores + r * kScoreRow + i), most[r]);
-  reduce<false>(most, largest);
+  return reduced<false>(most);
 }
 
 // Turns scores of ROWS rows into weights, zeros past the tile; their sums.
 template <int ROWS>
-void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows]) {
+Four weigh_rows(float* scores, int whole, const float* max) {
   Floats total[kSoftmaxRows] = {};
   for (int i = 0; i < whole; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) {
@@ -85,11 +87,11 @@ void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftm
   }
   for (int i = whole; i < kTile; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) store_as(Floats{}, scores + r * kScoreRow + i);
-  reduce<true>(total, sums);
+  return reduced<true>(total);
 }
 
-using LargestScores = void (*)(const float* scores, int whole, float* largest);
-using WeighRows = void (*)(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows]);
+using LargestScores = Four (*)(const float* scores, int whole);
+using WeighRows = Four (*)(float* scores, int whole, const float* max);
 inline constexpr LargestScores kLargestScores[kSoftmaxRows] = {
     largest_scores<1>, largest_scores<2>, largest_scores<3>, largest_scores<4>};
 inline constexpr WeighRows kWeighRows[kSoftmaxRows] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>,
@@ -107,28 +109,26 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
   for (int first = 0; first < lane.query_rows; first += kSoftmaxRows) {
     const int rows = std::min(lane.query_rows - first, kSoftmaxRows);
     float* block = scores + first * kScoreRow;
-    float largest[kLanes] = {}, against[kLanes] = {}, peaks[kLanes], sums[kSoftmaxRows];
-    kLargestScores[rows - 1](block, whole, largest);
+    float *max = softmax.max + first, *total = softmax.total + first;
+    const Four before = load_as<Four>(max), now = kLargestScores[rows - 1](block, whole);
+    const Four most = now > before ? now : before;
+    // Without scores weights are 0 or NaN.
+    const Four against = most == kNegativeInfinity ? Four{} : most;
+    const Four factor = weights_of(before - against);
+    store_as(most, max);
+    store_as(weights_of(now - against), softmax.peak + first);
+    bool rises = false;
     for (int r = 0; r < rows; ++r) {
-      const float before = softmax.max[first + r], now = largest[r], max = std::max(before, now);
-      any = any || max != kNegativeInfinity;
-      against[r] = max == kNegativeInfinity ? 0 : max;  // without scores weights are 0 or NaN
-      if (!(now > before)) continue;
-      softmax.max[first + r] = now;
-      if (before == kNegativeInfinity) continue;  // nothing to rescale
-      const float factor = std::exp(before - now);
-      softmax.total[first + r] *= factor;
-      rescale(first + r, factor);
+      rises = rises || now[r] > before[r];
+      any = any || most[r] != kNegativeInfinity;
     }
-    store_as(weight_of(load_as<Floats>(largest) - load_as<Floats>(against)), peaks);
-    kWeighRows[rows - 1](block, whole, against, sums);
-    for (int r = 0; r < rows; ++r) {
-      softmax.total[first + r] += sums[r];
-      softmax.peak[first + r] = peaks[r];
-      // Nothing is visible, or every visible score is NaN, which shows in the total.
-      if (softmax.max[first + r] == kNegativeInfinity)
-        std::fill_n(block + r * kScoreRow, kTile, 0.0f);
-    }
+    for (int r = 0; rises && r < rows; ++r)  // all: a branch for each costs more
+      rescale(first + r, factor[r]);
+    const Four sums = kWeighRows[rows - 1](block, whole, reinterpret_cast<const float*>(&against));
+    store_as(load_as<Four>(total) * (rises ? factor : Four{} + 1) + sums, total);
+    // Nothing is visible, or every visible score is NaN, which shows in the total.
+    for (int r = 0; r < rows; ++r)
+      if (most[r] == kNegativeInfinity) std::fill_n(block + r * kScoreRow, kTile, 0.0f);
   }
   return any;
 }
