@@ -140,17 +140,24 @@ inline Floats exponential(Floats x) {
   return x < splat(-87.3f) ? splat(0.0f) : value;
 }
 
-// The same for x <= 0, with subnormal results, 0 below -104: softmax weights.
+// The same for x <= 0: softmax weights. With 512 bits results may be subnormal, 0 below -104.
 inline Floats weight_of(Floats x) {
+  constexpr float kLeast = CARAMBA_FAST_VECTOR_BITS == 512 ? -200.0f : -87.0f;
 #if CARAMBA_FAST_VECTOR_BITS == 512
+  const Floats bounded = _mm512_max_ps(splat(kLeast), x);  // x where it is NaN
+#else
+  const Floats bounded = x < splat(kLeast) ? splat(kLeast) : x;
+#endif
   const Floats magic = splat(12582912.0f);
-  const Floats bounded = _mm512_max_ps(splat(-200.0f), x);  // x where it is NaN
   const Floats shifted = fused(bounded, splat(1.44269504f), magic);
   const Floats n = shifted - magic;
   // log(2) as one constant, which is as accurate in fp32 as two.
-  return _mm512_scalef_ps(exponential_of_rest(fused(n, splat(-0.693147182f), bounded)), n);
+  const Floats p = exponential_of_rest(fused(n, splat(-0.693147182f), bounded));
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  return _mm512_scalef_ps(p, n);
 #else
-  return exponential(x);
+  const Floats power = floats((bits(shifted) << 23) + (127 << 23));  // 2^n
+  return x < splat(kLeast) ? Floats{} : p * power;
 #endif
 }
 
