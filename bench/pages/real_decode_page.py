@@ -21,8 +21,9 @@ README, PART = ROOT.parent / "README.md", "decode of real models"
 #: (program, cache) shown in the README beside DynamicCache.
 SHOWN = (
     ("transformers", "dynamic eager"),
-    ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"),
-    ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
+    ("accelerate", "q4"), ("accelerate packed weights", "q4"), ("Generator packed weights", "q4"),
+    ("accelerate int4 weights", "q4"), ("Generator compiled int4 weights", "q4"),
+    ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
 )  # fmt: skip
 MIB = 2**20
 #: Plotted: (program, cache), colour.
@@ -36,8 +37,9 @@ TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): decode
 tokens, batch 1, all programs interleaved in every round. Tokens/s (medians of steps), and the speedup over
 transformers with its DynamicCache ("dynamic", attention by `sdpa`; "eager", by two matrix products; medians over
 rounds). accelerate is the same model with our caches, Generator our own loop; "compiled" is `compile=True`, for
-which Inductor makes C++ of the step. At short contexts weights, not the cache, are what a step costs. Those of
-llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is fastest ([by how
+which Inductor makes C++ of the step. "Packed" weights are the model's own in oneDNN's layout
+([`pack_weights`](inference.md#packed-weights)). At short contexts weights, not the cache, are what a step costs. Those
+of llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is fastest ([by how
 much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
 (`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and fp16 in the output matrix; int8 ones are torchao's
 (`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""

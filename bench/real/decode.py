@@ -6,9 +6,9 @@ llama-cpp-python and openvino-genai; they run a GGUF file of the checkpoint with
 Contexts are the states of random tokens, repeated; those two compute theirs. All take their steps in turn, in rounds;
 a ratio is the median over rounds.
 
-Where torchao is installed, its weights of 8 and 4 bits (`weights.quantize`) are measured as well: in transformers with
-DynamicCache and with our caches, and with 4 bits in `Generator`. ``vs_dynamic`` is always against DynamicCache with the
-model's own weights.
+Packed weights (`caramba_fast.models.pack_weights`) and, where torchao is installed, its weights of 8 and 4 bits
+(`weights.quantize`) are measured as well: in transformers with DynamicCache and with our caches, and packed ones and 4
+bits in `Generator`. ``vs_dynamic`` is always against DynamicCache with the model's own weights as they are.
 
 With ``--prompts`` each program also reads a prompt in its own process, for time to first token and peak memory.
 
@@ -50,6 +50,8 @@ from caramba_fast.bench.real.shapes import SHAPES, models_of
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.bench.real.weights import quantize, why_not_quantized
 from caramba_fast.infer import Generator
+from caramba_fast.models import pack_weights
+from caramba_fast.models.packed import why_not_packed
 
 CONTEXTS = (64, 512, 2048, 8192, 16384)
 #: Caches under `accelerate`, and in `Generator`.
@@ -59,10 +61,12 @@ PEERS_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
 TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 120.0
 QUICK = (64, 2048)
-#: Caches under `accelerate` with torchao's weights, and those weights, on a CPU.
-QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
-#: Weights that are also measured in `Generator`, both as it is and compiled.
-COMPILED = ("int4",)
+#: Caches under `accelerate` with other weights than the model's as they are, on a CPU: packed ones (`pack_weights`),
+#: and torchao's.
+QUANTIZED, PACKED, TORCHAO = ("q4",), "packed", ("int8", "int4")
+WEIGHTS = (PACKED, *TORCHAO)
+#: Weights that are also measured in `Generator`, and those for which its step is compiled as well.
+OWN, COMPILED = (PACKED, "int4"), ("int4",)
 COLUMNS = (
     "model", "dtype", "context", "program", "cache", "weights", "samples", "median_ms", "p20_ms", "p80_ms",
     "tokens_per_s", "vs_dynamic", "cache_bytes", "threads", "version", "device", "torch", "triton", "commit", "source",
@@ -76,7 +80,7 @@ def in_transformers(
     weights: str,
     kinds: Sequence[str] = ACCELERATED,
 ) -> Iterator[Attempt]:
-    """DynamicCache first, then ours; torchao's weights are part of the program's name.
+    """DynamicCache first, then ours; packed and torchao's weights are part of the program's name.
 
     With the model's own weights DynamicCache is also measured under transformers' eager attention.
     """
@@ -106,16 +110,21 @@ def in_transformers(
 
 
 def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
-    """`models_of` with torchao's weights, by name of the weights; none if torchao is missing."""
-    reason = "it has no checkpoint" if name in SHAPES else why_not_quantized()
-    if reason is not None:
-        print(f"weights of torchao do not run in {name} here: {reason}")
-        return {}
+    """`models_of` with other weights, by name of the weights; prints why any are left out."""
+    reasons = {PACKED: why_not_packed(dtype)}
+    for weights in TORCHAO:
+        reasons[weights] = "it has no checkpoint" if name in SHAPES else why_not_quantized()
     found = {}
-    for weights in WEIGHTS:
+    for weights, reason in reasons.items():
+        if reason is not None:
+            print(f"{weights} weights do not run in {name} here: {reason}")
+            continue
         found[weights] = models_of(name, dtype, torch.device("cpu"))
         for model in found[weights]:
-            quantize(model, weights)
+            if weights == PACKED:
+                pack_weights(model.eval())
+            else:
+                quantize(model, weights)
     return found
 
 
@@ -298,8 +307,9 @@ def decode(
         for weights, (theirs, own) in quantized.items():
             attempts += in_transformers(theirs, states, context, weights, QUANTIZED)
             prompt = ids[:, : min(TEXT, context)]
-            if weights in COMPILED:
+            if weights in OWN:
                 attempts += in_generator(own, prompt, context, weights, QUANTIZED)
+            if weights in COMPILED:
                 attempts += in_generator(own, prompt, context, weights, QUANTIZED, compiled=True)
         rows: list[dict[str, Any]] = []
         for entries in in_groups(attempts, place):

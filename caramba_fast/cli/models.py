@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig
 from caramba_fast.infer.saved import SavedSession, filled, read_session
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter, find_tokenizer
 from caramba_fast.manifest.prepare import build
+from caramba_fast.models import LanguageModel, pack_weights
+from caramba_fast.models.identity import modules_of
 from caramba_fast.models.registry import LOOKUP, check_device, load, model_folder
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -60,11 +63,21 @@ def open_generator(
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
-    model = load(folder, setup.device, setup.dtype)
+    compiled = bool(setup.settings.get("compile"))
+    model = load_to_decode(folder, setup.device, setup.dtype, packed=not compiled)
     draft = None
     if draft_folder is not None:
-        draft = load(draft_folder, setup.device, setup.dtype)
+        draft = load_to_decode(draft_folder, setup.device, setup.dtype, packed=not compiled)
     return build(model, draft, config, tokenizer), tokenizer
+
+
+def load_to_decode(folder: Path, device: str, dtype: str, *, packed: bool = True) -> LanguageModel:
+    """`load`, with ``packed`` weights on a CPU."""
+    model = load(folder, device, dtype)
+    for module in modules_of(model) if packed and model.device.type == "cpu" else ():
+        with suppress(ValueError):  # oneDNN has no packed weights of this dtype on this processor
+            pack_weights(module)
+    return model
 
 
 def _config(setup: Setup) -> GenerateConfig:

@@ -13,10 +13,10 @@ from typing import Any
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from caramba_fast.cli.models import settings_of
+from caramba_fast.cli.models import load_to_decode, settings_of
 from caramba_fast.infer import GenerateConfig
 from caramba_fast.infer.tokenizer import find_tokenizer
-from caramba_fast.models.registry import check_device, load, model_folder
+from caramba_fast.models.registry import check_device, model_folder
 from caramba_fast.serve import Engine, EngineConfig
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -84,8 +84,7 @@ def open_engine(
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
-    opened: Any = load(folder, device, dtype)
-    return Engine(opened, config, limits, tokenizer=tokenizer)
+    return Engine(load_to_decode(folder, device, dtype), config, limits, tokenizer=tokenizer)
 
 
 def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool) -> None:

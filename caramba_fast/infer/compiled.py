@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, ModelTensors, RecordingError
 from caramba_fast.models import LanguageModel
+from caramba_fast.models.packed import has_packed_weights
 
 #: Largest difference between compiled and eager logits, relative to their norm. Inductor rounds less between
 #: operations, and each layer amplifies the difference.
@@ -142,6 +143,8 @@ def why_not_compiled(model: LanguageModel) -> str | None:
     """Why a decode step cannot be compiled; None if it can."""
     if model.device.type != "cpu":
         return f"it is for models on a CPU; this one is on {model.device.type}, see cuda_graph"
+    if has_packed_weights(model):
+        return "Inductor does not take packed weights; call unpack_weights(model) first"
     own: str | None = getattr(model, "why_not_recorded", None)
     return own
 

@@ -11,6 +11,7 @@ from caramba_fast.models.demos import (
     load_tokenizer,
 )
 from caramba_fast.models.merged import merge_projections, split_projections
+from caramba_fast.models.packed import pack_weights, unpack_weights
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.registry import as_language_model, load, register_adapter
 from caramba_fast.models.transformer import Transformer
@@ -32,6 +33,8 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "merge_projections",
+    "pack_weights",
     "register_adapter",
     "split_projections",
+    "unpack_weights",
 ]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from caramba_fast.models.packed import PackedWeight
+
 #: Settings that do not change what is cached: origin, dtype, output, token ids.
 UNRELATED = frozenset((
     "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions",
@@ -127,7 +129,8 @@ def _said(value: object) -> str:
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
     # the data pointers of a tensor subclass may all be 0
-    pointer = id(x) if is_traceable_wrapper_subclass(x) else x.data_ptr()
+    apart = isinstance(x, PackedWeight) or is_traceable_wrapper_subclass(x)
+    pointer = id(x) if apart else x.data_ptr()
     return pointer, x.shape, x.stride(), x.dtype, x.device
 
 

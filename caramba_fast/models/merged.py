@@ -45,7 +45,8 @@ class MergedLinear(nn.Linear):
                 state[f"{prefix}{self.into}.{kind}"] = torch.cat([state.pop(n) for n in names])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not is_plain(self):  # quantized weights are not split
+        # quantized weights are not split; packed ones are, as copies
+        if not all(type(x.detach()) is Tensor for x in self.parameters()):
             return super()._save_to_state_dict(destination, prefix, keep_vars)
         around = prefix.removesuffix(f"{self.into}.")
         for name, value in self.pieces():
@@ -64,7 +65,7 @@ class Projecting(nn.Module):
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Whether the weights are plain tensors, not quantized or spread over devices."""
+    """Whether the weights are plain tensors, not quantized, packed or spread over devices."""
     return all(type(x.data) is Tensor for x in linear.parameters())
 
 
@@ -75,7 +76,7 @@ def merge_projections(model: M) -> M:
     and parametrizations of the layers are lost. Other models and decoupled attention are left as they are.
 
     Raises:
-        TypeError: weights are quantized or spread over devices.
+        TypeError: weights are quantized, packed or spread over devices.
     """
     for module in list(model.modules()):
         for into, names in PARTS.items() if isinstance(module, Projecting) else ():
@@ -84,7 +85,8 @@ def merge_projections(model: M) -> M:
                 linears: Any = parts
                 if not all(is_plain(part) for part in linears):
                     raise TypeError(
-                        f"{', '.join(names)}: quantized or spread weights are not merged; merge before quantizing"
+                        f"{', '.join(names)}: quantized, packed or spread weights are not merged; "
+                        "merge before quantizing or packing"
                     )
                 _replace(module, names, {into: MergedLinear(into, names, linears)})
     return model
@@ -94,12 +96,12 @@ def split_projections(model: M) -> M:
     """Undoes `merge_projections`: each projection is a linear layer of its own again.
 
     Raises:
-        TypeError: weights are quantized or spread over devices.
+        TypeError: weights are quantized, packed or spread over devices.
     """
     for module in list(model.modules()):
         for merged in [x for x in module._modules.values() if isinstance(x, MergedLinear)]:
             if not is_plain(merged):
-                raise TypeError(f"{merged.into}: quantized or spread weights are not split")
+                raise TypeError(f"{merged.into}: quantized, packed or spread weights are not split")
             pieces = {
                 name: nn.Parameter(x.detach().clone(), requires_grad=merged.weight.requires_grad)
                 for name, x in merged.pieces()

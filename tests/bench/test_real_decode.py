@@ -55,7 +55,7 @@ def test_every_program_takes_its_steps_at_every_context(rows):
         assert named[context, "transformers", "dynamic"]["vs_dynamic"] == "1.000"
         eager = named[context, "transformers", "dynamic eager"]
         assert float(eager["vs_dynamic"]) > 0 and eager["samples"] == 3 * decode.STEPS
-        for weights in decode.WEIGHTS if find_spec("torchao") else ():
+        for weights in decode.WEIGHTS if find_spec("torchao") else (decode.PACKED,):
             for program, cache in (("transformers", "dynamic"), ("accelerate", "q4")):
                 row = named[context, f"{program} {weights} weights", cache]
                 assert row["weights"] == weights

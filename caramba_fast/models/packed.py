@@ -1,0 +1,229 @@
+"""Weights of linear layers in oneDNN's own layout, as Inductor's freezing packs them.
+
+A decode step on a CPU reads every weight for a few rows. oneDNN, torch's library for products in half precision, reads
+weights in their usual layout at about half of the memory's speed, and in its own almost at all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+M = TypeVar("M", bound=nn.Module)
+
+_mkldnn = torch.ops.mkldnn
+#: What packed weights have none of: memory in the usual layout.
+_NO_MEMORY = (
+    Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.share_memory_,
+    Tensor.is_shared, Tensor.pin_memory, Tensor.numpy, Tensor.__array__,
+)  # fmt: skip
+_READ_ONLY = (
+    "packed weights cannot be changed; call caramba_fast.models.unpack_weights(model) first"
+)
+
+
+class PackedWeight(Tensor):
+    """A linear layer's weight, (out, in), in oneDNN's layout: read-only, without gradient.
+
+    Linear layers multiply it as it is, unless autograd or autocast is at work; all else gets a plain copy.
+    """
+
+    packed: Tensor
+    plain: nn.Parameter | None
+    trained: bool
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, *_: Any) -> PackedWeight:
+        """A tensor that looks like ``packed`` and has no memory of its own."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: PackedWeight = make(cls, packed.shape, dtype=packed.dtype, device="cpu")
+        return made
+
+    def __init__(self, packed: Tensor, trained: bool, plain: nn.Parameter | None = None) -> None:
+        """``packed``: oneDNN's tensor; ``trained``: whether the weight required a gradient; ``plain``: it, if used."""
+        self.packed, self.trained, self.plain = packed, trained, plain
+        self._is_param = True  # nn.Parameter would detach it
+
+    @property
+    def dense(self) -> Tensor:
+        """A copy in the usual layout."""
+        return self.packed.to_dense()
+
+    def again(self) -> PackedWeight:
+        """Another tensor with the same weights."""
+        return PackedWeight(self.packed, self.trained, self.plain)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
+
+    def unpacked(self) -> nn.Parameter:
+        """The weight as it was."""
+        if self.plain is not None:
+            return self.plain
+        return nn.Parameter(self.dense, requires_grad=self.trained)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as it was."""
+        return nn.Parameter(self.dense, requires_grad=self.trained).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """The weights cannot change, so they are shared."""
+        made = memo[id(self)] = PackedWeight(
+            self.packed, self.trained, copy.deepcopy(self.plain, memo)
+        )
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if func in _NO_MEMORY:
+            raise RuntimeError(
+                "packed weights have no plain memory; call caramba_fast.models.unpack_weights(model) first"
+            )
+        if func is Tensor.__setitem__ and isinstance(args[0], PackedWeight):
+            raise RuntimeError(_READ_ONLY)
+        if func is torch._has_compatible_shallow_copy_type:
+            return args[0] is args[1]  # else a module's `to` makes a parameter
+        if getattr(func, "__self__", None) is Tensor.data:
+            if func.__name__ == "__get__":
+                return args[0].again()
+            if args[0] is args[1]:
+                return None
+            raise RuntimeError(_READ_ONLY)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            given = {
+                x.name: value for x, value in zip(func._schema.arguments, args, strict=False)
+            } | kwargs
+            for x in func._schema.arguments:
+                written = x.alias_info is not None and x.alias_info.is_write
+                if written and isinstance(given.get(x.name), PackedWeight):
+                    raise RuntimeError(_READ_ONLY)
+        plain = tree_map_only(PackedWeight, lambda x: x.dense, (args, kwargs))
+        return func(*plain[0], **plain[1])
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` with a `PackedWeight` somewhere."""
+    others = (input,) if bias is None else (input, bias)
+    if (
+        isinstance(weight, PackedWeight)
+        and not any(isinstance(x, PackedWeight) for x in others)
+        and all(x.dtype == weight.dtype and x.device.type == "cpu" for x in others)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in others))
+        and not torch.is_autocast_enabled("cpu")
+        and input.numel() > 0
+    ):
+        found: Tensor = _mkldnn._linear_pointwise(input, weight.packed, bias, "none", [], "")
+        return found
+    plain: Any = [x.dense if isinstance(x, PackedWeight) else x for x in (input, weight, bias)]
+    return F.linear(*plain)
+
+
+def why_not_packed(dtype: torch.dtype) -> str | None:
+    """Why weights of a dtype cannot be packed on this machine; None if they can."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(_mkldnn, "_linear_pointwise"):
+        return "this torch has no oneDNN"
+    if dtype == torch.float32:
+        return None
+    checks = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    if dtype not in checks:
+        return "only float32, bfloat16 and float16 weights are packed"
+    if not getattr(_mkldnn, checks[dtype])():
+        return f"oneDNN has no fast products in {dtype} on this processor"
+    return None
+
+
+def pack_weights(model: M) -> M:
+    """Packs the weights of linear layers of any model on a CPU in place, for inference; `unpack_weights` undoes it.
+
+    Only the packed weights are kept, but where a weight is also used elsewhere (an output layer tied to the embedding)
+    both are. Layers whose weights are quantized, parametrized or on other devices are left as they are. State dicts,
+    pickles and ``save_pretrained`` have the plain values. Training, ``load_state_dict`` and whatever else writes to
+    weights needs `unpack_weights` first.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: no layer's weights can be packed, with the reason.
+        RuntimeError: the model is in training mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; a torch.nn.Module is needed")
+    if model.training:
+        raise RuntimeError("packed weights cannot be trained; call model.eval() first")
+    found, reasons = list[nn.Linear](), set[str]()
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None:
+            continue
+        reason = _why_not(module.weight)
+        if reason is None:
+            found.append(module)
+        else:
+            reasons.add(reason)
+    if not found:
+        said = (
+            "; ".join(sorted(reasons)) or "the model has no linear layer with a weight of its own"
+        )
+        raise ValueError(f"no weights to pack: {said}")
+    layers = set(map(id, found))
+    others = (module for module in model.modules() if id(module) not in layers)
+    used = {id(x) for module in others for x in module._parameters.values()}
+    made = dict[int, Any]()
+    for linear in found:
+        weight: Any = linear.weight
+        if id(weight) not in made:
+            packed = _mkldnn._reorder_linear_weight(weight.detach().contiguous(), 1)
+            plain = weight if id(weight) in used else None
+            made[id(weight)] = PackedWeight(packed, weight.requires_grad, plain)
+        linear.weight = made[id(weight)]
+    return model
+
+
+def _why_not(weight: Tensor) -> str | None:
+    if isinstance(weight, PackedWeight):
+        return "weights are packed already"
+    if type(weight.data) is not Tensor:
+        return f"weights are {type(weight.data).__name__}s"
+    if weight.device.type != "cpu":
+        return f"weights are on {weight.device.type}, not on a CPU"
+    return why_not_packed(weight.dtype)
+
+
+def unpack_weights(model: M) -> M:
+    """Undoes `pack_weights` in place; other models are left as they are."""
+    made = dict[int, nn.Parameter]()
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if not isinstance(weight, PackedWeight):
+            continue
+        if id(weight) not in made:
+            made[id(weight)] = weight.unpacked()
+        module._parameters["weight"] = made[id(weight)]
+    return model
+
+
+def has_packed_weights(model: object) -> bool:
+    """Whether any weight of a module is packed."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(x, PackedWeight) for x in model.parameters()
+    )
