@@ -44,11 +44,11 @@ struct Visibility {
     return tile.count == tile_size && (whole || seen[token] == mask_of_first(tile.count));
   }
 
-  // Sets the scores of a tile's invisible tokens to -infinity, and those past it up to `whole`, a
+  // Sets the scores of a tile's invisible tokens to -infinity, and those past it up to `stop`, a
   // multiple of kLanes.
-  void hide(float* scores, std::int64_t token, int whole) const {
+  void hide(float* scores, std::int64_t token, int stop) const {
     const Ints lanes = splat(1) << first_lanes();
-    for (int i = 0; i < whole; i += kLanes) {
+    for (int i = 0; i < stop; i += kLanes) {
       const Ints mine = splat(static_cast<std::int32_t>(seen[token] >> i)) & lanes;
       store_as(mine != 0 ? load_as<Floats>(scores + i) : splat(kNegativeInfinity), scores + i);
     }
