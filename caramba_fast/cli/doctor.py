@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import caramba_fast
+from caramba_fast.models.packed import why_not_packed
 from caramba_fast.ops.registry import (
     ENVIRONMENT_VARIABLE,
     BackendStatus,
@@ -58,6 +59,16 @@ def device_lines() -> list[tuple[str, str]]:
     return lines
 
 
+def packed_line() -> str:
+    """Which weights `pack_weights` takes on this machine, and why not others."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found[str(dtype).removeprefix("torch.")] = why_not_packed(dtype)
+    able = ", ".join(name for name, reason in found.items() if reason is None)
+    reasons = dict.fromkeys(reason for reason in found.values() if reason is not None)
+    return "; ".join([able or "none", *reasons])
+
+
 def run_doctor() -> None:
     """Prints the tables."""
     console = Console()
@@ -68,6 +79,7 @@ def run_doctor() -> None:
         facts.add_row(package, installed_version(package))
     for name, value in device_lines():
         facts.add_row(name, value)
+    facts.add_row("packed weights on a CPU", packed_line())
     facts.add_row(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "not set (auto)"))
     console.print(facts)
     _print_backends(console, "Backends", backends())

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import caramba_fast
+from caramba_fast.cli import doctor
+from caramba_fast.cli.models import Setup, load_to_decode, open_generator
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.models import (
     demo_path,
@@ -20,6 +22,7 @@ from caramba_fast.models import (
     split_projections,
     unpack_weights,
 )
+from caramba_fast.models import packed as packed_module
 from caramba_fast.models.identity import model_digest
 from caramba_fast.models.packed import PackedWeight, why_not_packed
 from caramba_fast.serve import Engine
@@ -117,6 +120,12 @@ def test_copies_and_saved_states_have_the_values():
     assert torch.equal(twin.weight.dense, plain.weight)
 
 
+def test_a_pickled_model_is_still_tied(llama):
+    again = pickle.loads(pickle.dumps(pack_weights(llama)))
+    assert again.lm_head.weight is again.get_input_embeddings().weight
+    assert type(again.lm_head.weight) is nn.Parameter
+
+
 def test_nothing_writes_to_packed_weights():
     packed = pack_weights(layer())
     with pytest.raises(RuntimeError, match=r"cannot be changed; call .*unpack_weights"):
@@ -179,6 +188,27 @@ def test_a_generator_writes_the_same_text(dtype):
     with pytest.raises(TypeError, match="packed"):
         split_projections(model)
     assert model_digest(unpack_weights(model)) == before
+
+
+def test_the_command_line_packs_what_it_loads(monkeypatch):
+    def found(**given):
+        model = load_to_decode(demo_path(), "cpu", "float32", **given)
+        return isinstance(model.lm_head.weight, PackedWeight)
+
+    assert found() and not found(packed=False)
+    setup = Setup("demo", {"cache": "q4", "max_new_tokens": 4})
+    assert isinstance(open_generator(setup)[0].model.lm_head.weight, PackedWeight)
+    compiled = Setup("demo", {"cache": "q4", "max_new_tokens": 4, "compile": True})
+    assert not isinstance(open_generator(compiled)[0].model.lm_head.weight, PackedWeight)
+    monkeypatch.setattr(packed_module, "why_not_packed", lambda _: "not on this processor")
+    assert not found()
+
+
+def test_doctor_says_which_weights_can_be_packed(monkeypatch):
+    monkeypatch.setattr(doctor, "why_not_packed", lambda x: "not here" if x.itemsize == 2 else None)
+    assert doctor.packed_line() == "float32; not here"
+    monkeypatch.setattr(doctor, "why_not_packed", lambda _: "no oneDNN")
+    assert doctor.packed_line() == "none; no oneDNN"
 
 
 def test_a_compiled_step_refuses_packed_weights():
