@@ -28,6 +28,8 @@ from caramba_fast.bench.real.models import SOURCES, gguf_file, model_folder, tit
 from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
 from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 from caramba_fast.bench.real.weights import four_bits
+from caramba_fast.models import pack_weights
+from caramba_fast.models.packed import why_not_packed
 
 #: Reads a prompt and generates so many tokens.
 Run = Callable[[list[int], int], object]
@@ -36,19 +38,26 @@ COLUMNS = (
     "model", "dtype", "prompt", "program", "cache", "samples", "first_token_s", "vs_dynamic", "held_mib", "peak_mib",
     "threads", "weights",
 )  # fmt: skip
+#: Ends the name of a program whose weights are packed.
+PACKED = " packed weights"
 #: Program and cache of every process.
 PROGRAMS = (
     ("transformers", "dynamic"),
     ("transformers", "dynamic eager"),
     ("accelerate", "q8"),
     ("accelerate", "q4"),
+    (f"accelerate{PACKED}", "q4"),
     ("Generator", "q4"),
+    (f"Generator{PACKED}", "q4"),
 )
 
 
 def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> None:
     """Writes medians over `ROUNDS` rounds, in which the programs run in turn."""
     programs = list(PROGRAMS)
+    if reason := why_not_packed(getattr(torch, dtype)):
+        print(f"packed weights do not run here: {reason}")
+        programs = [one for one in programs if not one[0].endswith(PACKED)]
     if name in SOURCES and find_spec("llama_cpp"):
         programs += [(LlamaCpp.program, kind) for kind in LLAMA_KINDS if kind.startswith("f16")]
     if name in SOURCES and find_spec("openvino_genai"):
@@ -89,7 +98,7 @@ def _process(name: str, prompt: int, dtype: str, program: str, cache: str) -> di
     return found
 
 
-def _transformers(name: str, dtype: torch.dtype, cache: str) -> Run:
+def _transformers(name: str, dtype: torch.dtype, cache: str, packed: bool) -> Run:
     library: Any = import_module("transformers")
     attention = "eager" if cache == "dynamic eager" else "sdpa"
     model = library.AutoModelForCausalLM.from_pretrained(
@@ -97,16 +106,20 @@ def _transformers(name: str, dtype: torch.dtype, cache: str) -> Run:
     ).eval()
     if not cache.startswith("dynamic"):
         import_module("caramba_fast").accelerate(model, cache)
+    if packed:
+        pack_weights(model)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return lambda ids, count: model.generate(torch.tensor([ids]), max_new_tokens=count, **options)
 
 
-def _generator(name: str, dtype: torch.dtype, cache: str, room: int) -> Run:
+def _generator(name: str, dtype: torch.dtype, cache: str, room: int, packed: bool) -> Run:
     infer: Any = import_module("caramba_fast.infer")
     generator = infer.Generator.from_checkpoint(
         model_folder(name), dtype=dtype, cache_kind=cache, max_seq_len=room, temperature=0,
         ignore_eos=True,
     )  # fmt: skip
+    if packed:
+        pack_weights(generator.model)
 
     def run(ids: list[int], count: int) -> None:
         generator.reset()
@@ -136,9 +149,10 @@ def _made(name: str, dtype: torch.dtype, program: str, cache: str, room: int) ->
         return _llama_cpp(name, cache, room)
     if program == OpenVinoGenAI.program:
         return _openvino_genai(name, cache, room)
-    if program == "Generator":
-        return _generator(name, dtype, cache, room)
-    return _transformers(name, dtype, cache)
+    packed = program.endswith(PACKED)
+    if program.startswith("Generator"):
+        return _generator(name, dtype, cache, room, packed)
+    return _transformers(name, dtype, cache, packed)
 
 
 def peak_bytes() -> int:

@@ -63,18 +63,17 @@ def open_generator(
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
-    compiled = bool(setup.settings.get("compile"))
-    model = load_to_decode(folder, setup.device, setup.dtype, packed=not compiled)
+    model = load_to_decode(folder, setup.device, setup.dtype)
     draft = None
     if draft_folder is not None:
-        draft = load_to_decode(draft_folder, setup.device, setup.dtype, packed=not compiled)
+        draft = load_to_decode(draft_folder, setup.device, setup.dtype)
     return build(model, draft, config, tokenizer), tokenizer
 
 
-def load_to_decode(folder: Path, device: str, dtype: str, *, packed: bool = True) -> LanguageModel:
-    """`load`, with ``packed`` weights on a CPU."""
+def load_to_decode(folder: Path, device: str, dtype: str) -> LanguageModel:
+    """`load`, with packed weights on a CPU."""
     model = load(folder, device, dtype)
-    for module in modules_of(model) if packed and model.device.type == "cpu" else ():
+    for module in modules_of(model) if model.device.type == "cpu" else ():
         with suppress(ValueError):  # oneDNN has no packed weights of this dtype on this processor
             pack_weights(module)
     return model

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, ModelTensors, RecordingError
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.packed import has_packed_weights
+from caramba_fast.models.packed import FOR_INDUCTOR
 
 #: Largest difference between compiled and eager logits, relative to their norm. Inductor rounds less between
 #: operations, and each layer amplifies the difference.
@@ -108,7 +108,7 @@ class CompiledStep(DecodeGraph):
             self._logits = self.model.forward(tokens, self.cache)[:, -1]
             return self._logits
 
-        traced = make_fx(step)(self._tokens)
+        traced = make_fx(step, FOR_INDUCTOR)(self._tokens)
         tensors = [self._tokens, *_lift(traced)]
         place = {_where(x): index for index, x in enumerate(own)}
         written = _written(traced)
@@ -143,8 +143,6 @@ def why_not_compiled(model: LanguageModel) -> str | None:
     """Why a decode step cannot be compiled; None if it can."""
     if model.device.type != "cpu":
         return f"it is for models on a CPU; this one is on {model.device.type}, see cuda_graph"
-    if has_packed_weights(model):
-        return "Inductor does not take packed weights; call unpack_weights(model) first"
     own: str | None = getattr(model, "why_not_recorded", None)
     return own
 
@@ -171,11 +169,11 @@ def _inductor() -> Iterator[None]:
 
 
 def _shape(x: Tensor) -> tuple[Any, ...]:
-    return (x.shape, x.stride(), x.dtype)
+    return (x.shape, None if x.is_mkldnn else x.stride(), x.dtype)
 
 
 def _where(x: Tensor) -> tuple[Any, ...]:
-    return (x.data_ptr(), *_shape(x))
+    return (None if x.is_mkldnn else x.data_ptr(), *_shape(x))
 
 
 def _lift(traced: fx.GraphModule) -> list[Tensor]:

@@ -57,7 +57,8 @@ class PackedWeight(Tensor):
     @property
     def dense(self) -> Tensor:
         """A copy in the usual layout."""
-        return self.packed.to_dense()
+        made: Tensor = _unpacked(self.packed)
+        return made
 
     def again(self) -> PackedWeight:
         """Another tensor with the same weights."""
@@ -106,6 +107,8 @@ class PackedWeight(Tensor):
             if args[0] is args[1]:
                 return None
             raise RuntimeError(_READ_ONLY)
+        if torch.compiler.is_compiling():  # Inductor would look for memory
+            args, kwargs = tree_map_only(PackedWeight, lambda x: x.dense, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -128,19 +131,62 @@ class PackedWeight(Tensor):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` with a `PackedWeight` somewhere."""
-    others = (input,) if bias is None else (input, bias)
-    if (
-        isinstance(weight, PackedWeight)
-        and not any(isinstance(x, PackedWeight) for x in others)
-        and all(x.dtype == weight.dtype and x.device.type == "cpu" for x in others)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in others))
-        and not torch.is_autocast_enabled("cpu")
-        and input.numel() > 0
-    ):
-        found: Tensor = _mkldnn._linear_pointwise(input, weight.packed, bias, "none", [], "")
+    if isinstance(weight, PackedWeight) and _takes(weight.packed, input, bias):
+        product = _packed_linear if torch.compiler.is_compiling() else _product
+        found: Tensor = product(input, weight.packed, bias)
         return found
     plain: Any = [x.dense if isinstance(x, PackedWeight) else x for x in (input, weight, bias)]
     return F.linear(*plain)
+
+
+def _takes(packed: Tensor, input: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN's product takes these; asked for every product of a step, so it is cheap."""
+    dtype = packed.dtype
+    if isinstance(input, PackedWeight) or input.dtype != dtype or not input.is_cpu:
+        return False
+    trained = input.requires_grad
+    if bias is not None:
+        if isinstance(bias, PackedWeight) or bias.dtype != dtype or not bias.is_cpu:
+            return False
+        trained = trained or bias.requires_grad
+    if trained and torch.is_grad_enabled():
+        return False
+    return input.numel() > 0 and not torch.is_autocast_enabled("cpu")
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = _mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return found
+
+
+#: What is done with packed tensors, as ops that Inductor calls as they are. Of oneDNN's own ones it demands constant
+#: weights, and then it keeps no program on disk.
+_library = torch.library.Library("caramba_fast", "FRAGMENT")
+
+
+def _op(schema: str, op: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Any]:
+    name = _library.define(schema)
+    for key, kernel in {"CPU": op, "MkldnnCPU": op, "Meta": fake}.items():
+        _library.impl(name, kernel, key)
+    made: Callable[..., Any] = getattr(torch.ops.caramba_fast, name).default
+    return made
+
+
+_packed_linear = _op(
+    "packed_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    _product,
+    lambda input, weight, _: input.new_empty((*input.shape[:-1], weight.shape[0])),
+)
+_unpacked = _op("unpacked(Tensor weight) -> Tensor", Tensor.to_dense, torch.empty_like)
+
+
+def _for_inductor(input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    found: Tensor = _packed_linear(input, weight, bias)
+    return found
+
+
+#: Decompositions for tracing.
+FOR_INDUCTOR: dict[Any, Any] = {_mkldnn._linear_pointwise.default: _for_inductor}
 
 
 def why_not_packed(dtype: torch.dtype) -> str | None:

@@ -347,11 +347,16 @@ def test_first_tokens_come_from_processes_of_their_own(monkeypatch, tmp_path):
 
     monkeypatch.setattr(first_token, "_process", process)
     monkeypatch.setattr(first_token, "find_spec", lambda _: None)
+    monkeypatch.setattr(first_token, "why_not_packed", lambda _: None)
     first_token.first_tokens("smollm2", [128], "float32", tmp_path / "out.csv")
     found = read(tmp_path / "out.csv")
     assert asked == [*first_token.PROGRAMS] * first_token.ROUNDS
-    assert [row["vs_dynamic"] for row in found] == ["1.000", "1.000", "2.000", "2.000", "2.000"]
+    assert [row["vs_dynamic"] for row in found] == ["1.000"] * 2 + ["2.000"] * 5
     assert {(row["held_mib"], row["peak_mib"]) for row in found} == {("512", "1024")}
+    asked.clear()
+    monkeypatch.setattr(first_token, "why_not_packed", lambda _: "not on this processor")
+    first_token.first_tokens("smollm2", [128], "float32", tmp_path / "out.csv")
+    assert len(asked) == 5 * first_token.ROUNDS and not any("packed" in x for x, _ in asked)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -18,7 +18,7 @@ from caramba_fast import Engine
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.compiled import CompiledStep, _inductor
 from caramba_fast.infer.cuda_graph import RecordingError
-from caramba_fast.models import Transformer, merge_projections
+from caramba_fast.models import Transformer, merge_projections, pack_weights
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,9 @@ def test_conversations_of_the_same_sizes_share_a_program_and_no_memory() -> None
     assert first() is None  # the program does not hold the cache that it was made with
 
 
+@pytest.mark.parametrize("packed", [False, True])
 def test_another_generator_takes_the_program_from_disk(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found = []
@@ -71,6 +72,8 @@ def test_another_generator_takes_the_program_from_disk(
         for weight in model.parameters():
             torch.nn.init.normal_(weight, std=0.1)
         wanted = generator(model, cache_kind="q4").generate(prompt(20))
+        if packed:
+            pack_weights(model)
         made = generator(model, cache_kind="q4", compile=True)
         before = dict(counters["inductor"])
         assert torch.equal(made.generate(prompt(20)), wanted)
@@ -190,7 +193,7 @@ def replaced(model: Transformer) -> None:
 
 
 @pytest.mark.usefixtures("python_wrapper")
-@pytest.mark.parametrize("change", [flipped, halved, replaced])
+@pytest.mark.parametrize("change", [flipped, halved, replaced, pack_weights])
 @pytest.mark.parametrize("anew", [False, True])
 def test_other_weights_are_noticed_within_a_conversation_and_before_the_next(
     change: Any, anew: bool

@@ -9,7 +9,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import caramba_fast
 from caramba_fast.cli import doctor
@@ -17,7 +19,6 @@ from caramba_fast.cli.models import Setup, load_to_decode, open_generator
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.models import (
     demo_path,
-    load_demo,
     pack_weights,
     split_projections,
     unpack_weights,
@@ -191,15 +192,15 @@ def test_a_generator_writes_the_same_text(dtype):
 
 
 def test_the_command_line_packs_what_it_loads(monkeypatch):
-    def found(**given):
-        model = load_to_decode(demo_path(), "cpu", "float32", **given)
+    def found():
+        model = load_to_decode(demo_path(), "cpu", "float32")
         return isinstance(model.lm_head.weight, PackedWeight)
 
-    assert found() and not found(packed=False)
+    assert found()
     setup = Setup("demo", {"cache": "q4", "max_new_tokens": 4})
     assert isinstance(open_generator(setup)[0].model.lm_head.weight, PackedWeight)
     compiled = Setup("demo", {"cache": "q4", "max_new_tokens": 4, "compile": True})
-    assert not isinstance(open_generator(compiled)[0].model.lm_head.weight, PackedWeight)
+    assert isinstance(open_generator(compiled)[0].model.lm_head.weight, PackedWeight)
     monkeypatch.setattr(packed_module, "why_not_packed", lambda _: "not on this processor")
     assert not found()
 
@@ -211,12 +212,39 @@ def test_doctor_says_which_weights_can_be_packed(monkeypatch):
     assert doctor.packed_line() == "none; no oneDNN"
 
 
-def test_a_compiled_step_refuses_packed_weights():
-    model = pack_weights(load_demo())
-    with pytest.raises(ValueError, match="does not take packed weights; call unpack_weights"):
-        Generator(model, GenerateConfig(cache="q4", max_new_tokens=4), compile=True).generate(
-            [[5, 9]]
-        )
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_compile_takes_packed_weights_whole(dtype):
+    """With and without autograd and autocast at work, and where a weight is used otherwise."""
+    torch._dynamo.reset()
+    ids = torch.tensor([[1, 2, 5]])
+    plain = nn.Sequential(nn.Embedding(9, 72), layer(dtype), nn.SiLU(), nn.Linear(96, 8)).to(dtype)
+    packed = pack_weights(copy.deepcopy(plain.eval()))
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            expected = plain(ids)
+            found = torch.compile(packed, fullgraph=True)(ids)
+            torch.testing.assert_close(found, expected)
+    found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    torch.testing.assert_close(packed[0].weight.grad, plain[0].weight.grad)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(2, 96)
+        assert torch.compile(packed[3], fullgraph=True)(x).dtype == torch.bfloat16
+    total = torch.compile(lambda x: x + packed[1].weight.sum())(torch.zeros((), dtype=dtype))
+    torch.testing.assert_close(total, plain[1].weight.sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fakes_of_packed_ops_are_what_they_give(dtype):
+    """opcheck does not take tensors without memory."""
+    packed, x = pack_weights(layer(dtype)).weight.packed, torch.randn(2, 3, 72).to(dtype)
+    product, unpack = torch.ops.caramba_fast.packed_linear, torch.ops.caramba_fast.unpacked
+    mode = FakeTensorMode()
+    for op, args in ((product, (x, packed, None)), (unpack, (packed,))):
+        given, found = tree_map_only(Tensor, mode.from_tensor, args), op(*args)
+        with mode:
+            fake = op(*given)
+        assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride())
 
 
 def test_accelerated_models_and_their_tied_embeddings(llama):
