@@ -14,8 +14,8 @@ PAGE = ROOT.parent / "docs" / "serving.md"
 WORDS = {
     "engine": "`Engine`, called directly", "http, streamed": "over HTTP, streamed",
     "http, whole": "over HTTP, whole answers",
-    "transformers serve, streamed": "`transformers serve`, continuous batching, fp32 pages",
-    "llama.cpp's server, streamed": "llama.cpp's server, 4-bit weights, the like cache",
+    "transformers serve, streamed": "`transformers serve`, continuous batching, pages of its dtype",
+    "llama.cpp's server, streamed": "llama.cpp's server, Q4_0 weights, the like cache",
 }  # fmt: skip
 
 
@@ -26,14 +26,15 @@ def lines_of(path: Path) -> list[str]:
         return ["Not measured."]
     first = rows[0]
     where = (
-        f"{first['model']} in fp32, cache {first['cache']}, {first['device']}, {first['threads']} thread(s), torch "
-        f"{first['torch']}, commit {first['commit']}, load average {first['load_average']}. {CONCURRENCY} clients in a "
-        f"closed loop, {first['requests']} requests of {SHORTEST} to {LONGEST} tokens, answers of {MEAN_NEW} in the "
-        f"mean, {first['tokens']} tokens in all; medians over {first['rounds']} round(s) in which all take the same "
-        "requests in turn. Servers and clients are processes of their own. Tokens/s depend on what else the machine "
-        "does (the load average), and clients share its cores with the model; processor time depends on that much "
-        "less, and clients do not count in it. The time between steps is the share in which the engine computes "
-        "nothing: what HTTP, the event loop and waiting for clients cost it."
+        f"{first['model']} in {first['dtype']}, [packed](inference.md#packed-weights), cache {first['cache']}, "
+        f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, commit {first['commit']}, load "
+        f"average {first['load_average']}. {CONCURRENCY} clients in a closed loop, {first['requests']} requests of "
+        f"{SHORTEST} to {LONGEST} tokens, answers of {MEAN_NEW} in the mean, {first['tokens']} tokens in all; medians "
+        f"over {first['rounds']} round(s) in which all take the same requests in turn. Servers and clients are "
+        "processes of their own. Tokens/s depend on what else the machine does (the load average), and clients share "
+        "its cores with the model; processor time depends on that much less, and clients do not count in it. The time "
+        "between steps is the share in which the engine computes nothing: what HTTP, the event loop and waiting for "
+        "clients cost it. Rounding depends on which requests a pass has, so in bf16 some greedy answers differ."
     )
     body = [
         (

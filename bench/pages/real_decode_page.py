@@ -21,8 +21,8 @@ README, PART = ROOT.parent / "README.md", "decode of real models"
 #: (program, cache) shown in the README beside DynamicCache.
 SHOWN = (
     ("transformers", "dynamic eager"),
-    ("accelerate", "q4"), ("accelerate packed weights", "q4"), ("Generator packed weights", "q4"),
-    ("accelerate int4 weights", "q4"), ("Generator compiled int4 weights", "q4"),
+    ("accelerate", "q4"), ("accelerate packed weights", "q4"), ("Generator compiled packed weights", "q4"),
+    ("Generator compiled int8 weights", "q4"), ("Generator compiled int4 weights", "q4"),
     ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
 )  # fmt: skip
 MIB = 2**20
@@ -41,8 +41,9 @@ which Inductor makes C++ of the step. "Packed" weights are the model's own in on
 ([`pack_weights`](inference.md#packed-weights)). At short contexts weights, not the cache, are what a step costs. Those
 of llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is fastest ([by how
 much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
-(`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and fp16 in the output matrix; int8 ones are torchao's
-(`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
+(`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and int8 in the output matrix; int8 ones are torchao's
+(`Int8WeightOnlyConfig`), which are fast only where they are compiled ([what both
+cost](#what-weights-of-few-bits-cost))."""
 #: Remarks on programs and files, shown where they were measured.
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."

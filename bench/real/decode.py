@@ -65,8 +65,8 @@ QUICK = (64, 2048)
 #: and torchao's.
 QUANTIZED, PACKED, TORCHAO = ("q4",), "packed", ("int8", "int4")
 WEIGHTS = (PACKED, *TORCHAO)
-#: Of these, those that are also measured in `Generator`, and those with which its step is compiled as well.
-OWN = COMPILED = (PACKED, "int4")
+#: Of these, those that are also measured in `Generator`, and those with which its compiled step is measured.
+OWN, COMPILED = (PACKED, "int4"), (PACKED, "int8", "int4")
 COLUMNS = (
     "model", "dtype", "context", "program", "cache", "weights", "samples", "median_ms", "p20_ms", "p80_ms",
     "tokens_per_s", "vs_dynamic", "cache_bytes", "threads", "version", "device", "torch", "triton", "commit", "source",

@@ -1,9 +1,9 @@
 """Weights of 4 and 8 bits on a CPU, and their quality loss: ``python -m caramba_fast.bench.real.weights``.
 
 Programs are compared at similar bits. The layers' matrices have 4 bits, with a scale and a zero for each 32 values 5
-bits in all; the output matrix, which decides on the next token, has more. Ours are torchao's, with the output matrix in
-fp16, which torch multiplies by one row faster than bf16. Other programs read a GGUF file with layers in Q4_0 (4.5 bits)
-or Q4_1 (5 bits) and other matrices in Q8_0, converted here from the model's own if that has other types.
+bits in all; the output matrix, which decides on the next token, has 8. Ours are torchao's, but for the output matrix
+(`Int8Linear`). Other programs read a GGUF file with layers in Q4_0 (4.5 bits) or Q4_1 (5 bits) and other matrices in
+Q8_0, converted here from the model's own if that has other types.
 
 The loss is measured against the checkpoint in float32, all with an fp16 cache, on the text of `study`. Writes
 ``bench/results/real/<model>-weights.json``, from which `real_decode_page` makes a table.
@@ -47,16 +47,28 @@ BASELINE = "float32"
 MODELS = ("qwen2.5-coder-0.5b", "smollm2")
 
 
-class HalfLinear(nn.Module):
-    """A matrix in fp16 in a model of another dtype; its products are fp16."""
+class Int8Linear(nn.Module):
+    """A matrix in int8 with a scale for each output, as torchao's `Int8WeightOnlyConfig` has it.
+
+    torch multiplies it without a copy in bf16, for which torchao needs a compiler.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach().half(), requires_grad=False)
+        weight = linear.weight.detach().float()
+        scale = (weight.abs().amax(1) / 127).clamp_min(1e-12)
+        codes = (weight / scale[:, None]).round().to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(scale.bfloat16(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
-        return functional.linear(x.half(), self.weight)
+        found = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
+        return found.unflatten(0, x.shape[:-1])
+
+    def dequantized(self) -> Tensor:
+        """The weights (out, in) in float32."""
+        return self.weight.float() * self.scale.float()[:, None]
 
 
 def why_not_quantized() -> str | None:
@@ -81,7 +93,7 @@ def quantize(model: Any, weights: str) -> None:
         return
     cpu: Any = import_module("torchao.prototype.quantization.int4.inference_workflow")
     if weights == "int4":
-        model.lm_head = HalfLinear(model.lm_head)
+        model.lm_head = Int8Linear(model.lm_head)
     torchao.quantize_(model, cpu.PrototypeInt4WeightOnlyConfig(group_size=GROUP))
 
 
@@ -131,6 +143,8 @@ def four_bits(gguf: Path, layers: str = "Q4_0") -> tuple[Path, str]:
 
 def dequantized(linear: nn.Module) -> Tensor:
     """The weights (out, in) of a layer that `quantize` has made, in float32."""
+    if isinstance(linear, Int8Linear):
+        return linear.dequantized()
     weight: Any = linear.weight
     if not hasattr(weight, "scale_and_zero"):
         plain = weight.dequantize() if hasattr(weight, "dequantize") else weight
@@ -152,7 +166,7 @@ def in_float32(name: str, weights: str) -> nn.Module:
         quantize(model, weights)
     for _, parent in list(model.named_modules()):
         for child, module in list(parent.named_children()):
-            if isinstance(module, nn.Linear | HalfLinear):
+            if isinstance(module, nn.Linear | Int8Linear):
                 plain = nn.Linear(1, 1, bias=False)
                 plain.weight = nn.Parameter(dequantized(module), requires_grad=False)
                 plain.bias = getattr(module, "bias", None)

@@ -100,23 +100,23 @@ def _is_up(address: str) -> bool:
         return False
 
 
-def ours(folder: Path, cache: str) -> Server:
-    """``caramba-fast serve``, in float32."""
+def ours(folder: Path, cache: str, dtype: str) -> Server:
+    """``caramba-fast serve``, which packs the weights where it can."""
     command = (
-        sys.executable, "-m", "caramba_fast", "serve", str(folder), "--cache", cache, "--name", "model",
-        "--max-seq-len", str(FULL), "--max-batch-size", str(CONCURRENCY),
+        sys.executable, "-m", "caramba_fast", "serve", str(folder), "--cache", cache, "--dtype", dtype,
+        "--name", "model", "--max-seq-len", str(FULL), "--max-batch-size", str(CONCURRENCY),
     )  # fmt: skip
     return Server("http", command)
 
 
-def transformers_serve(folder: Path) -> Server:
-    """``transformers serve`` with its continuous batching, in float32; its pages are float32 as well."""
+def transformers_serve(folder: Path, dtype: str) -> Server:
+    """``transformers serve`` with its continuous batching; its pages have the dtype of the weights."""
     why = None
     if importlib.util.find_spec("transformers.cli.serving") is None:
         why = "this transformers has no `transformers serve` with /v1/completions"
     command = (
         sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu", "--dtype",
-        "float32", "--continuous-batching", "--cb-block-size", str(PAGE_SIZE), "--cb-num-blocks",
+        dtype, "--continuous-batching", "--cb-block-size", str(PAGE_SIZE), "--cb-num-blocks",
         str(CONCURRENCY * -(-FULL // PAGE_SIZE)), "--cb-max-batch-tokens", str(BATCH_TOKENS), "--host", "127.0.0.1",
     )  # fmt: skip
     return TransformersServer("transformers serve", command, str(folder), why)

@@ -40,17 +40,17 @@ from caramba_fast.bench.serving.http_servers import (
 )
 from caramba_fast.bench.serving.serve_load import CONCURRENCY, Item, load, percentiles
 from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, GREEDY, PAGE_SIZE
+from caramba_fast.cli.models import load_to_decode
 from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
 from caramba_fast.models import held_out_text
-from caramba_fast.models.registry import load as load_model
 from caramba_fast.models.registry import model_folder as local_folder
 from caramba_fast.serve import Engine
 
 ENGINE, OURS = "engine", ("engine", "http, streamed", "http, whole")
 COLUMNS = (
-    "model", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20", "tokens_per_s_p80",
-    "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "between_steps", "ttft_p50_ms", "ttft_p99_ms", "other_texts",
-    "load_average", "threads", "device", "torch", "triton", "commit", "source",
+    "model", "dtype", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20",
+    "tokens_per_s_p80", "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "between_steps", "ttft_p50_ms",
+    "ttft_p99_ms", "other_texts", "load_average", "threads", "device", "torch", "triton", "commit", "source",
 )  # fmt: skip
 ANSWERS_S = 600
 
@@ -81,9 +81,9 @@ class Direct:
 
     name = ENGINE
 
-    def __init__(self, folder: Path, cache: str, tokenizer: TextTokenizer) -> None:
+    def __init__(self, folder: Path, cache: str, dtype: str, tokenizer: TextTokenizer) -> None:
         self.engine = Engine(
-            load_model(folder), cache_kind=cache, page_size=PAGE_SIZE, tokenizer=tokenizer,
+            load_to_decode(folder, "cpu", dtype), cache_kind=cache, page_size=PAGE_SIZE, tokenizer=tokenizer,
             max_batch_size=CONCURRENCY, max_batch_tokens=BATCH_TOKENS, **GREEDY,
         )  # fmt: skip
 
@@ -203,13 +203,13 @@ def measure(given: argparse.Namespace, path: Path) -> None:
     if tokenizer is None:
         raise FileNotFoundError(f"{folder} has no tokenizer")
     items = load(tokenizer.encode(held_out_text()), given.requests)
-    direct = Direct(folder, given.cache, tokenizer)
-    servers = [ours(folder, given.cache)]
+    direct = Direct(folder, given.cache, given.dtype, tokenizer)
+    servers = [ours(folder, given.cache, given.dtype)]
     if given.peers:
         gguf = folder.parent / f"{folder.name}.gguf"
         if gguf.exists():
             gguf = four_bits(gguf, "Q4_0")[0]  # with which llama.cpp is faster than with its Q4_1
-        servers += [transformers_serve(folder), llama_server(gguf, given.cache)]
+        servers += [transformers_serve(folder, given.dtype), llama_server(gguf, given.cache)]
     with ExitStack() as stack:
         listed: list[Direct | OverHTTP] = [direct]
         for server in servers:
@@ -230,8 +230,8 @@ def measure(given: argparse.Namespace, path: Path) -> None:
                     print(f"  {system.name}: {done.tokens / done.seconds:.1f} tokens/s, "
                           f"{1e3 * done.cpu_s / done.tokens:.2f} ms of the processor a token", flush=True)  # fmt: skip
     about = {
-        "model": title(given.model), "cache": given.cache, "rounds": given.rounds, "requests": len(items),
-        "threads": torch.get_num_threads(), "load_average": f"{os.getloadavg()[0]:.1f}",
+        "model": title(given.model), "dtype": given.dtype, "cache": given.cache, "rounds": given.rounds,
+        "requests": len(items), "threads": torch.get_num_threads(), "load_average": f"{os.getloadavg()[0]:.1f}",
         **environment(torch.device("cpu")),
     }  # fmt: skip
     write_table(path, COLUMNS, [{**row, **about} for row in rows_of(found)])
@@ -273,6 +273,9 @@ def main(argv: list[str] | None = None) -> int:
         "--model", default="smollm2", help="of `bench.real.models`, a folder, or 'demo'"
     )
     parser.add_argument("--cache", default="q8")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights"
+    )
     parser.add_argument(
         "--peers", action="store_true", help="beside `transformers serve` and llama.cpp's server"
     )

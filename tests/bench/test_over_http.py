@@ -20,7 +20,18 @@ from caramba_fast.models import demo_tokenizer
 @pytest.mark.skipif(sys.platform != "linux", reason="processor time is read from /proc")
 def test_engine_and_server_answer_the_same_load_alike(tmp_path):
     out = tmp_path / "http.csv"
-    options = ["--model", "demo", "--requests", "3", "--rounds", "1", "--out", str(out)]
+    options = [
+        "--model",
+        "demo",
+        "--requests",
+        "3",
+        "--rounds",
+        "1",
+        "--dtype",
+        "float32",
+        "--out",
+        str(out),
+    ]
     assert over_http.main(options) == 0
     rows = {row["system"]: row for row in read(out)}
     assert tuple(rows) == over_http.OURS
@@ -48,9 +59,9 @@ def test_ratios_are_medians_over_rounds():
 def test_other_servers_are_asked_for_the_same_and_say_why_they_cannot_run(tmp_path, monkeypatch):
     item, tokenizer = Item([1, 2], 7), demo_tokenizer()
     asked = [
-        http_servers.ours(tmp_path, "q8").body(item, "1", tokenizer),
+        http_servers.ours(tmp_path, "q8", "float32").body(item, "1", tokenizer),
         http_servers.llama_server(tmp_path / "m.gguf", "q8").body(item, "1", tokenizer),
-        http_servers.transformers_serve(tmp_path).body(item, "1", tokenizer),
+        http_servers.transformers_serve(tmp_path, "float32").body(item, "1", tokenizer),
     ]
     assert [body["max_tokens"] for body in asked] == [7, 7, 7]
     assert asked[0]["prompt"] == asked[1]["prompt"] == [1, 2] and not asked[1]["cache_prompt"]
