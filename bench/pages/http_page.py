@@ -17,6 +17,8 @@ WORDS = {
     "transformers serve, streamed": "`transformers serve`, continuous batching, pages of its dtype",
     "llama.cpp's server, streamed": "llama.cpp's server, Q4_0 weights, the like cache",
 }  # fmt: skip
+#: Said of the engine's weights.
+PACKED = " (ours [packed](inference.md#packed-weights))"
 
 
 def lines_of(path: Path) -> list[str]:
@@ -26,7 +28,7 @@ def lines_of(path: Path) -> list[str]:
         return ["Not measured."]
     first = rows[0]
     where = (
-        f"{first['model']} in {first['dtype']}, [packed](inference.md#packed-weights), cache {first['cache']}, "
+        f"{first['model']} in {first['dtype']}{PACKED if first['packed'] == 'True' else ''}, cache {first['cache']}, "
         f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, commit {first['commit']}, load "
         f"average {first['load_average']}. {CONCURRENCY} clients in a closed loop, {first['requests']} requests of "
         f"{SHORTEST} to {LONGEST} tokens, answers of {MEAN_NEW} in the mean, {first['tokens']} tokens in all; medians "
@@ -34,7 +36,7 @@ def lines_of(path: Path) -> list[str]:
         "processes of their own. Tokens/s depend on what else the machine does (the load average), and clients share "
         "its cores with the model; processor time depends on that much less, and clients do not count in it. The time "
         "between steps is the share in which the engine computes nothing: what HTTP, the event loop and waiting for "
-        "clients cost it. Rounding depends on which requests a pass has, so in bf16 some greedy answers differ."
+        "clients cost it. Greedy answers can differ where rounding depends on which requests a pass has."
     )
     body = [
         (

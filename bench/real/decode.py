@@ -7,8 +7,9 @@ Contexts are the states of random tokens, repeated; those two compute theirs. Al
 a ratio is the median over rounds.
 
 Packed weights (`caramba_fast.models.pack_weights`) and, where torchao is installed, its weights of 8 and 4 bits
-(`weights.quantize`) are measured as well: in transformers with DynamicCache and with our caches, and packed ones and 4
-bits in `Generator`. ``vs_dynamic`` is always against DynamicCache with the model's own weights as they are.
+(`weights.quantize`) are measured as well: in transformers with DynamicCache and with our caches, packed ones and 4
+bits in `Generator`, and all three in its compiled step. ``vs_dynamic`` is always against DynamicCache with the model's
+own weights as they are.
 
 With ``--prompts`` each program also reads a prompt in its own process, for time to first token and peak memory.
 

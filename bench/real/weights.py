@@ -48,18 +48,21 @@ MODELS = ("qwen2.5-coder-0.5b", "smollm2")
 
 
 class Int8Linear(nn.Module):
-    """A matrix in int8 with a scale for each output, as torchao's `Int8WeightOnlyConfig` has it.
+    """A matrix in int8, without bias, with a bf16 scale for each output.
 
-    torch multiplies it without a copy in bf16, for which torchao needs a compiler.
+    torch multiplies it without a copy in bf16, which torchao's `Int8WeightOnlyConfig` makes unless it is compiled.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        if linear.bias is not None:
+            raise ValueError("the matrix has a bias; only one without can be in int8")
         weight = linear.weight.detach().float()
-        scale = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        codes = (weight / scale[:, None]).round().to(torch.int8)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        self.scale = nn.Parameter(scale.bfloat16(), requires_grad=False)
+        self.scale = nn.Parameter(
+            (weight.abs().amax(1) / 127).clamp_min(1e-12).bfloat16(), requires_grad=False
+        )
+        codes = (weight / self.scale.float()[:, None]).round().clamp(-127, 127)
+        self.weight = nn.Parameter(codes.to(torch.int8), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""

@@ -43,12 +43,13 @@ from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, GREEDY, PAGE_
 from caramba_fast.cli.models import load_to_decode
 from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
 from caramba_fast.models import held_out_text
+from caramba_fast.models.packed import why_not_packed
 from caramba_fast.models.registry import model_folder as local_folder
 from caramba_fast.serve import Engine
 
 ENGINE, OURS = "engine", ("engine", "http, streamed", "http, whole")
 COLUMNS = (
-    "model", "dtype", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20",
+    "model", "dtype", "packed", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20",
     "tokens_per_s_p80", "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "between_steps", "ttft_p50_ms",
     "ttft_p99_ms", "other_texts", "load_average", "threads", "device", "torch", "triton", "commit", "source",
 )  # fmt: skip
@@ -230,7 +231,8 @@ def measure(given: argparse.Namespace, path: Path) -> None:
                     print(f"  {system.name}: {done.tokens / done.seconds:.1f} tokens/s, "
                           f"{1e3 * done.cpu_s / done.tokens:.2f} ms of the processor a token", flush=True)  # fmt: skip
     about = {
-        "model": title(given.model), "dtype": given.dtype, "cache": given.cache, "rounds": given.rounds,
+        "model": title(given.model), "dtype": given.dtype,
+        "packed": why_not_packed(getattr(torch, given.dtype)) is None, "cache": given.cache, "rounds": given.rounds,
         "requests": len(items), "threads": torch.get_num_threads(), "load_average": f"{os.getloadavg()[0]:.1f}",
         **environment(torch.device("cpu")),
     }  # fmt: skip

@@ -72,6 +72,8 @@ class CompiledStep(DecodeGraph):
                 if key in self._programs and self._programs[key].holds():
                     self._run()
                 else:
+                    for name in [x for x, one in self._programs.items() if not one.holds()]:
+                        del self._programs[name]  # else it keeps the weights that the model had
                     self._programs[key] = self._compiled(own)
             wanted = self._logits
             for layer, lengths in zip(self.cache.layers, before, strict=True):

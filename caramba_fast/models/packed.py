@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 M = TypeVar("M", bound=nn.Module)
@@ -26,6 +27,9 @@ _NO_MEMORY = (
 _READ_ONLY = (
     "packed weights cannot be changed; call caramba_fast.models.unpack_weights(model) first"
 )
+_NOT_TRAINED = (
+    "packed weights cannot be trained; call caramba_fast.models.unpack_weights(model) first"
+)
 
 
 def _given(x: nn.Parameter) -> nn.Parameter:
@@ -35,7 +39,8 @@ def _given(x: nn.Parameter) -> nn.Parameter:
 class PackedWeight(Tensor):
     """A linear layer's weight, (out, in), in oneDNN's layout: read-only, without gradient.
 
-    Linear layers multiply it as it is, unless autograd or autocast is at work; all else gets a plain copy.
+    Linear layers multiply it as it is, unless functorch, forward-mode autograd or autocast is at work; all else gets a
+    plain copy.
     """
 
     packed: Tensor
@@ -99,9 +104,14 @@ class PackedWeight(Tensor):
             )
         if func is Tensor.__setitem__ and isinstance(args[0], PackedWeight):
             raise RuntimeError(_READ_ONLY)
+        if func is Tensor.requires_grad_ and kwargs.get("requires_grad", args[1:] != (False,)):
+            raise RuntimeError(_NOT_TRAINED)
         if func is torch._has_compatible_shallow_copy_type:
             return args[0] is args[1]  # else a module's `to` makes a parameter
-        if getattr(func, "__self__", None) is Tensor.data:
+        of = getattr(func, "__self__", None)
+        if of is Tensor.requires_grad and func.__name__ == "__set__" and args[1]:
+            raise RuntimeError(_NOT_TRAINED)
+        if of is Tensor.data:
             if func.__name__ == "__get__":
                 return args[0].again()
             if args[0] is args[1]:
@@ -132,7 +142,9 @@ class PackedWeight(Tensor):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` with a `PackedWeight` somewhere."""
     if isinstance(weight, PackedWeight) and _takes(weight.packed, input, bias):
-        product = _packed_linear if torch.compiler.is_compiling() else _product
+        trained = input.requires_grad or (bias is not None and bias.requires_grad)
+        by_op = torch.compiler.is_compiling() or (trained and torch.is_grad_enabled())
+        product = _packed_linear if by_op else _product
         found: Tensor = product(input, weight.packed, bias)
         return found
     plain: Any = [x.dense if isinstance(x, PackedWeight) else x for x in (input, weight, bias)]
@@ -144,14 +156,14 @@ def _takes(packed: Tensor, input: Tensor, bias: Tensor | None) -> bool:
     dtype = packed.dtype
     if isinstance(input, PackedWeight) or input.dtype != dtype or not input.is_cpu:
         return False
-    trained = input.requires_grad
-    if bias is not None:
-        if isinstance(bias, PackedWeight) or bias.dtype != dtype or not bias.is_cpu:
-            return False
-        trained = trained or bias.requires_grad
-    if trained and torch.is_grad_enabled():
+    if bias is not None and (
+        isinstance(bias, PackedWeight) or bias.dtype != dtype or not bias.is_cpu
+    ):
         return False
-    return input.numel() > 0 and not torch.is_autocast_enabled("cpu")
+    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    fits = input.numel() > 0 and input.shape[-1:] == packed.shape[1:]
+    return fits and not torch.is_autocast_enabled("cpu")
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,6 +190,24 @@ _packed_linear = _op(
     lambda input, weight, _: input.new_empty((*input.shape[:-1], weight.shape[0])),
 )
 _unpacked = _op("unpacked(Tensor weight) -> Tensor", Tensor.to_dense, torch.empty_like)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's name
+    ctx.weight = inputs[1]
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    of_input, _, of_bias = ctx.needs_input_grad
+    return (
+        grad @ _unpacked(ctx.weight) if of_input else None,
+        None,
+        grad.flatten(0, -2).sum(0) if of_bias else None,
+    )
+
+
+torch.library.register_autograd(
+    "caramba_fast::packed_linear", _gradients, setup_context=_keep, lib=_library
+)
 
 
 def _for_inductor(input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:

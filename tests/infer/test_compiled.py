@@ -210,5 +210,8 @@ def test_other_weights_are_noticed_within_a_conversation_and_before_the_next(
         made.generate(prompt(9), max_new_tokens=1)
         found.append(torch.stack([made.decode_step([token]) for token in (5, 6, 7, 8)]))
     assert made.decode_graph == "compiled"
+    (program,) = made._graphs._programs.values()  # that of the model as it was is gone
+    packed = {x.is_mkldnn for x in program.inputs if isinstance(x, Tensor)}
+    assert packed == ({True, False} if change is pack_weights else {False})
     off = float((found[0] - found[1]).float().norm() / found[0].float().norm())
     assert off < (0.05 if change is halved else 1e-3)

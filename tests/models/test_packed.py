@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -71,11 +72,26 @@ def test_strided_inputs_are_read_as_they_are():
         torch.testing.assert_close(packed(x), plain(x))
 
 
-def test_gradients_of_inputs_pass_through():
-    packed, plain, x = pack_weights(layer()), layer(), torch.randn(4, 72, requires_grad=True)
-    (found,) = torch.autograd.grad(packed(x).square().sum(), x)
-    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
-    torch.testing.assert_close(found, expected)
+def test_gradients_of_inputs_and_biases_pass_through(monkeypatch):
+    """Twice too, and forwards, and under vmap. Only what functorch asks for needs a plain copy."""
+
+    def gradients(module):
+        first = torch.autograd.grad(module(x).square().sum(), (x, module.bias), create_graph=True)
+        return *first, *torch.autograd.grad(first[0].square().sum(), x)
+
+    packed, plain, x = pack_weights(layer()), layer(), torch.randn(2, 3, 72, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedWeight, "dense", None)
+        product = packed(x)
+    torch.testing.assert_close(product, plain(x))
+    torch.testing.assert_close(gradients(packed), gradients(plain))
+    both = (x.detach(),) * 2
+    for call in (
+        lambda one: torch.func.jvp(one, both[:1], both[1:]),
+        lambda one: torch.vmap(one)(both[0]),
+        lambda one: torch.func.grad(lambda given: one(given).sum())(both[0]),
+    ):
+        torch.testing.assert_close(call(packed), call(plain))
 
 
 @torch.no_grad()
@@ -88,8 +104,9 @@ def test_autocast_decides_the_type():
 def test_inputs_of_another_type_raise_as_ever():
     with pytest.raises(RuntimeError, match=r"same dtype|mat1 and mat2"):
         pack_weights(layer())(torch.randn(4, 72, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="shape"):
-        pack_weights(layer())(torch.randn(4, 71))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), pytest.raises(RuntimeError, match="shape"):
+            pack_weights(layer())(torch.randn(4, 71))
 
 
 @torch.no_grad()
@@ -143,6 +160,15 @@ def test_nothing_writes_to_packed_weights():
         packed.weight.data_ptr()
     with pytest.raises(RuntimeError, match="no plain memory"):
         packed.share_memory()
+    for train in (
+        packed.requires_grad_,
+        lambda: packed.weight.requires_grad_(requires_grad=True),
+        lambda: setattr(packed.weight, "requires_grad", True),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot be trained; call .*unpack_weights"):
+            train()
+    packed.requires_grad_(False)
+    packed.weight.requires_grad = False
     assert torch.equal(packed.weight.dense, layer().weight)
 
 
@@ -216,14 +242,24 @@ def test_doctor_says_which_weights_can_be_packed(monkeypatch):
 def test_torch_compile_takes_packed_weights_whole(dtype):
     """With and without autograd and autocast at work, and where a weight is used otherwise."""
     torch._dynamo.reset()
+    products = []
+
+    def inductor(graph, given):
+        nodes = graph.graph.find_nodes(
+            op="call_function", target=torch.ops.caramba_fast.packed_linear.default
+        )
+        products.append(len(nodes))
+        return compile_fx(graph, given)
+
     ids = torch.tensor([[1, 2, 5]])
     plain = nn.Sequential(nn.Embedding(9, 72), layer(dtype), nn.SiLU(), nn.Linear(96, 8)).to(dtype)
     packed = pack_weights(copy.deepcopy(plain.eval()))
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             expected = plain(ids)
-            found = torch.compile(packed, fullgraph=True)(ids)
+            found = torch.compile(packed, fullgraph=True, backend=inductor)(ids)
             torch.testing.assert_close(found, expected)
+    assert set(products) == {2}
     found.float().square().sum().backward()
     expected.float().square().sum().backward()
     torch.testing.assert_close(packed[0].weight.grad, plain[0].weight.grad)
@@ -232,6 +268,19 @@ def test_torch_compile_takes_packed_weights_whole(dtype):
         assert torch.compile(packed[3], fullgraph=True)(x).dtype == torch.bfloat16
     total = torch.compile(lambda x: x + packed[1].weight.sum())(torch.zeros((), dtype=dtype))
     torch.testing.assert_close(total, plain[1].weight.sum())
+
+
+@torch.no_grad()
+def test_a_compiled_function_takes_other_sizes_and_other_packed_weights():
+    torch._dynamo.reset()
+    call = torch.compile(lambda module, x: module(x) * 2, fullgraph=True, dynamic=True)
+    for seed in (1, 2):
+        plain = layer()
+        plain.weight.mul_(seed)
+        packed = pack_weights(copy.deepcopy(plain))
+        for rows in (2, 3, 5):
+            x = torch.randn(rows, 72)
+            torch.testing.assert_close(call(packed, x), plain(x) * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
