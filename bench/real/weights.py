@@ -48,7 +48,7 @@ MODELS = ("qwen2.5-coder-0.5b", "smollm2")
 
 
 class Int8Linear(nn.Module):
-    """A matrix in int8, without bias, with a bf16 scale for each output.
+    """A matrix in int8, without bias, with a bf16 scale for each output; its products are bf16.
 
     torch multiplies it without a copy in bf16, which torchao's `Int8WeightOnlyConfig` makes unless it is compiled.
     """
@@ -66,7 +66,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
-        found = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
+        found = torch._weight_int8pack_mm(x.bfloat16().flatten(0, -2), self.weight, self.scale)
         return found.unflatten(0, x.shape[:-1])
 
     def dequantized(self) -> Tensor:

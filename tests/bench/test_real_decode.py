@@ -288,12 +288,17 @@ def test_quantized_weights_are_read_as_their_kernels_have_them(name):
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.layer, model.lm_head = (torch.nn.Linear(64, 96, bias=False).bfloat16() for _ in range(2))
+    plain = model.lm_head.weight.detach().float()
     few_bits.quantize(model, name)
     x = torch.randn(5, 64, dtype=torch.bfloat16)
     for part in (model.layer, model.lm_head):
         wanted = x.float() @ few_bits.dequantized(part).t()
         assert (part(x).float() - wanted).norm() < 5e-3 * wanted.norm()
-    assert (model.lm_head.weight.dtype == torch.float16) == (name == "int4")
+    assert isinstance(model.lm_head, few_bits.Int8Linear) == (name == "int4")
+    error = (few_bits.dequantized(model.lm_head) - plain).norm() / plain.norm()
+    assert error < (0.1 if "too" in name else 0.01)
+    with pytest.raises(ValueError, match="has a bias"):
+        few_bits.Int8Linear(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="unknown weights 'int5'; known are int8, int4"):
         few_bits.quantize(model, "int5")
 
