@@ -27,8 +27,7 @@ class _Rows:
     Same interface as `ragged._Group`.
     """
 
-    early = None
-    index = None
+    at_home, home, early, index = False, None, None, None
 
     def __init__(self, given: Tensor, rows: int) -> None:
         numbers = given[:NUMBERS, :rows]

@@ -27,6 +27,8 @@ MOST_PLANS = 64
 
 #: Stream name -> the ``tail`` and ``sink`` to use instead of the stream's own, for calls on other rows.
 Sides = Mapping[str, Mapping[str, Tensor]]
+#: The first slots, or None for all; start and stop of rows of rings and sinks, or None for all.
+Where = tuple[int | None, tuple[int, int] | None]
 
 
 class LayerOps(NamedTuple):
@@ -63,21 +65,25 @@ class LayerPlans:
         start: Tensor,
         options: Mapping[str, Any],
         sides: Sides | None = None,
+        rows: slice | None = None,
     ) -> None:
         """Writes (B, H_kv, T, D) of each stream after ``start`` (B,); options as in `ops.append_`, without None.
 
-        ``sides`` are rings and sinks of these rows, instead of the streams' own.
+        The streams' rings and sinks are used, or only their ``rows``, or ``sides``.
         """
         tensors, lent = (*new, start), _lent(sides) if sides else {}
-        if self.append_as_before(tensors, {**options, **lent} if lent else options):
+        if self.append_as_before(tensors, {**options, **lent} if lent else options, rows):
             return
-        views = dict(zip(self.streams, _with(sides, self._current(), self.streams), strict=True))
-        plan = plan_append(self.ops.append, views, new, start, options)
-        self._first(self.ops.append, plan, tensors, options, lent, None)
+        views = _with(sides, _of_rows(rows, self._current()), self.streams)
+        named = dict(zip(self.streams, views, strict=True))
+        plan = plan_append(self.ops.append, named, new, start, options)
+        self._first(self.ops.append, plan, tensors, options, lent, _where(None, rows))
 
-    def append_as_before(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> bool:
+    def append_as_before(
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], rows: slice | None = None
+    ) -> bool:
         """Runs the append and returns True if it differs from an earlier one only in tensor contents; else False."""
-        plan = self._find(self.ops.append, tensors, options, None)
+        plan = self._find(self.ops.append, tensors, options, _where(None, rows))
         if plan is None:
             return False
         if plan.replay is None:
@@ -93,11 +99,12 @@ class LayerPlans:
         options: dict[str, Any],
         slots: int | None = None,
         sides: Sides | None = None,
+        rows: slice | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out and lse over all slots, or the first ``slots``, for any number of query tokens.
 
-        Arguments and options as in `ops.decode_attention`, or `ops.extend_attention` for more than 32 queries.
-        ``sides`` are rings and sinks of these rows, instead of the streams' own.
+        Arguments and options as in `ops.decode_attention`, or `ops.extend_attention` for more than 32 queries. The
+        streams' rings and sinks are used, or only their ``rows``, or ``sides``.
         """
         extends = queries[0].shape[2] > MAX_QUERY_TOKENS
         op = self.ops.extend if extends else self.ops.decode
@@ -107,12 +114,13 @@ class LayerPlans:
         found: tuple[Tensor, Tensor]
         lent = _lent(sides) if sides else {}
         given = {**options, **lent} if lent else options
-        plan = self._find(op, tensors, given, slots)
+        where = _where(slots, rows)
+        plan = self._find(op, tensors, given, where)
         if plan is None:
-            views = _with(sides, self._current(slots), self.streams)
+            views = _with(sides, _of_rows(rows, self._current(slots)), self.streams)
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
-            found = self._first(op, plan, tensors, options, lent, slots)
+            found = self._first(op, plan, tensors, options, lent, where)
         elif plan.replay is None:
             found = plan.op.call(
                 *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **given
@@ -140,13 +148,13 @@ class LayerPlans:
         tensors: Sequence[Tensor],
         options: Mapping[str, Any],
         lent: Mapping[str, Tensor],
-        slots: int | None,
+        where: Where,
     ) -> Any:
         """Runs a new plan and keeps it; ``lent`` tensors may change from call to call, like options."""
         plan.stated = {name: value for name, value in plan.stated.items() if name not in lent}
         given = {**options, **lent}
         found = plan.rehearse(tensors, given)
-        self._keep(op, tensors, given, slots, plan)
+        self._keep(op, tensors, given, where, plan)
         return found
 
     def _current(self, slots: int | None = None) -> list[KVView]:
@@ -161,7 +169,7 @@ class LayerPlans:
             return self._views
         if slots != self._slots:
             self._slots, self._front = slots, [view.slice(slots) for view in self._views]
-            self._plans = {name: plan for name, plan in self._plans.items() if name[1] is None}
+            self._plans = {name: plan for name, plan in self._plans.items() if name[1][0] is None}
         return self._front
 
     def _is_current(self) -> bool:
@@ -174,12 +182,12 @@ class LayerPlans:
         return True
 
     def _find(
-        self, op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], slots: int | None
+        self, op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], where: Where
     ) -> CallPlan | None:
         if torch.compiler.is_compiling() or not self._is_current():
             return None
         try:
-            return self._plans.get(_signature(op, tensors, options, slots))
+            return self._plans.get(_signature(op, tensors, options, where))
         except TypeError:  # an option that cannot be hashed: checked with every call
             return None
 
@@ -188,7 +196,7 @@ class LayerPlans:
         op: Op,
         tensors: Sequence[Tensor],
         options: Mapping[str, Any],
-        slots: int | None,
+        where: Where,
         plan: CallPlan,
     ) -> None:
         if torch.compiler.is_compiling():
@@ -196,12 +204,30 @@ class LayerPlans:
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         with suppress(TypeError):
-            self._plans[_signature(op, tensors, options, slots)] = plan
+            self._plans[_signature(op, tensors, options, where)] = plan
 
 
 def _lent(sides: Sides) -> dict[str, Tensor]:
     """Rings and sinks of other rows, under the names of the ops' arguments."""
     return {f"{name}_{part}": x for name, side in sides.items() for part, x in side.items()}
+
+
+def _where(slots: int | None, rows: slice | None) -> Where:
+    return slots, None if rows is None else (rows.start, rows.stop)
+
+
+def _of_rows(rows: slice | None, views: list[KVView]) -> list[KVView]:
+    """The views with some rows of their rings and sinks."""
+    if rows is None:
+        return views
+    return [
+        replace(
+            view,
+            tail=None if view.tail is None else view.tail[rows],
+            sink=None if view.sink is None else view.sink[rows],
+        )
+        for view in views
+    ]
 
 
 def _with(sides: Sides | None, views: list[KVView], names: Iterable[str]) -> list[KVView]:
@@ -216,13 +242,13 @@ def _with(sides: Sides | None, views: list[KVView], names: Iterable[str]) -> lis
 
 
 def _signature(
-    op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], slots: int | None
+    op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], where: Where
 ) -> tuple[Any, ...]:
-    """Key of a plan: the op, the slots, and everything about the arguments except the contents of tensors.
+    """Key of a plan: the op, where it works, and everything about the arguments except the contents of tensors.
 
     Plain loops instead of generators, because it runs twice per layer and step.
     """
-    found: list[Any] = [op.name, slots]
+    found: list[Any] = [op.name, where]
     for x in tensors:
         found += (type(x), x.shape, x.dtype, x.device)
     for name, value in options.items():

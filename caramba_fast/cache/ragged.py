@@ -5,14 +5,17 @@ stretches of prompts and drafts in another, cut into pieces of at most 32 querie
 block table. Calls with several rows use a balanced schedule (``num_splits`` of `ops.decode_attention`) unless the pool
 says otherwise, so that the longest sequence does not delay the step.
 
-With per-channel kinds, the tokens of an incomplete group are in the fp16 ring of their sequence. Stretches are cut at
-group boundaries, so that each piece touches one group. For the duration of a layer, a piece gets a ring of its own,
-filled with its sequence's tokens of that group; new tokens are then written back to the sequence's ring. Sinks are lent
-to pieces in the same way.
+With per-channel kinds, the tokens of an incomplete group are in the fp16 ring of their sequence. Decode tokens of
+sequences whose rings are neighbours use these as they are, and their sinks. Other stretches are cut at group
+boundaries, so that each piece touches one group. For the duration of a layer, a piece gets a ring of its own, filled
+with its sequence's tokens of that group; new tokens are then written back to the sequence's ring. Sinks are lent to
+pieces in the same way.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -52,7 +55,7 @@ class Piece(NamedTuple):
         start: tokens before it in its sequence.
         length: number of tokens.
         pages: pages of the sequence.
-        row: its ring among the rings of this pass.
+        row: its ring among the rings lent in this pass; meaningless if it uses that of its sequence.
         ring: the ring of its sequence in the pool.
     """
 
@@ -65,9 +68,13 @@ class Piece(NamedTuple):
 
 
 class _Group:
-    """The pieces of one op call: R rows of at most W tokens."""
+    """The pieces of one op call: R rows of at most W tokens.
 
-    def __init__(self, pieces: Sequence[Piece], pool: PagePool) -> None:
+    ``at_home``: whether they use the rings and sinks of their sequences, not lent ones; to store, these must be
+    neighbours.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], pool: PagePool, at_home: bool = False) -> None:
         page_size, device, sink_len = pool.page_size, pool.device, pool.sink_len
         counts = [piece.length for piece in pieces]
         self.rows, self.width, self.first = len(pieces), max(counts), pieces[0].first
@@ -80,13 +87,16 @@ class _Group:
         self.table = integers(tables)
         self.starts = integers([piece.start for piece in pieces])
         self.ends = integers([piece.start + piece.length for piece in pieces])
-        rings = [piece.row for piece in pieces]
-        ordered = rings == list(range(rings[0], rings[0] + self.rows))
-        #: The rings of this pass that the rows use; a slice if possible, which needs no copy.
-        self.rings: slice | Tensor = (
-            slice(rings[0], rings[0] + self.rows) if ordered else integers(rings, torch.int64)
-        )
-        self.owners = integers([piece.ring for piece in pieces], torch.int64)
+        self.at_home = at_home
+
+        def places(values: Sequence[int]) -> slice | Tensor:
+            return _slice_of(values) or integers(values, torch.int64)
+
+        #: The lent rings, and the sequences' own, that the rows use; slices if possible, which need no copy.
+        self.rings = places([piece.row for piece in pieces])
+        self.owners = places([piece.ring for piece in pieces])
+        #: The rings and sinks of the sequences that are used as they are; None if others are lent.
+        self.home = self.owners if at_home and isinstance(self.owners, slice) else None
         self.shared: dict[Any, Any] = {}  # what layers derive from these lengths (`sharing`)
         #: Row, ring and position of each new token that is also written to a sink (first tokens of sequences).
         early = [
@@ -123,8 +133,16 @@ class _Group:
         return flat if self.kept is None else flat[self.kept]
 
 
+def _slice_of(values: Sequence[int]) -> slice | None:
+    """The slice that is ``values``, if they ascend by one."""
+    if not values or values[0] < 0:
+        return None
+    first, stop = values[0], values[0] + len(values)
+    return slice(first, stop) if list(values) == list(range(first, stop)) else None
+
+
 class _Rings:
-    """The rings of one pass: one per piece, filled from the sequences' rings and written back.
+    """The rings lent in one pass: one per piece, filled from the sequences' rings and written back.
 
     A sequence's ring holds one group. A piece's ring has twice as many slots, because the ops require room for queries
     in two groups, although those of a piece are in one.
@@ -195,15 +213,22 @@ class RaggedBatch:
             first += stretch.tokens
         self.tokens, self.longest = first, max(s.start + s.tokens for s in stretches)
         singles = sum(stretch.tokens == 1 for stretch in stretches)
-        parts = [appended[:singles], appended[singles:]]
-        self.groups = [_Group(part, pool) for part in parts if part]
+        #: How many of the pieces, the first ones, use the rings and sinks of their sequences.
+        self._home = home = singles if _slice_of([p.ring for p in appended[:singles]]) else 0
+        appended[home:] = [piece._replace(row=piece.row - home) for piece in appended[home:]]
+
+        def made(longer: Sequence[Piece]) -> list[_Group]:
+            first = [_Group(appended[:singles], pool, home > 0)] if singles else []
+            return [*first, _Group(longer, pool)] if longer else first
+
+        self.groups = made(appended[singles:])
         self.rings, self.queries = None, self.groups
-        if group > 1:
+        if group > 1 and appended[home:]:
             ends = [s.start + s.tokens for s in stretches for _ in _cut(s.start, s.tokens, group)]
-            self.rings = _Rings(appended, ends, group, pool.device)
+            self.rings = _Rings(appended[home:], ends[home:], group, pool.device)
         if group > MAX_QUERY_TOKENS:
-            parts[1] = [part for piece in parts[1] for part in _halved(piece)]
-            self.queries = [_Group(part, pool) for part in parts if part]
+            halves = [part for piece in appended[singles:] for part in _halved(piece)]
+            self.queries = made(halves)
         self._pieces = appended
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
         self.positions = torch.tensor(positions, dtype=torch.int64, device="cpu").to(pool.device)
@@ -218,14 +243,18 @@ class RaggedBatch:
 
     def narrowed(self, rows: Tensor) -> RaggedLayer:
         """The last layer, which stores all N tokens but attends only from those with indices ``rows`` (M,)."""
-        single = list[Piece]()
+        single = list[tuple[bool, Piece]]()
         firsts = [piece.first for piece in self._pieces]
         for place, token in enumerate(rows.tolist()):
-            piece = self._pieces[bisect_right(firsts, token) - 1]
+            index = bisect_right(firsts, token) - 1
+            piece = self._pieces[index]
             begin = piece.start + token - piece.first
-            single.append(piece._replace(first=place, start=begin, length=1))
-        queries = [_Group(single, self._pool)] if single else []
+            single.append((index < self._home, piece._replace(first=place, start=begin, length=1)))
         pool = self._pool
+        queries = [
+            _Group([piece for _, piece in part], pool, at_home)
+            for at_home, part in itertools.groupby(single, operator.itemgetter(0))
+        ]
         return RaggedLayer(pool.layers[-1], pool.num_splits, self.groups, queries, self.rings)
 
 
@@ -286,6 +315,9 @@ class RaggedLayer:
             options = {"block_table": group.table, **turning}
             if group.query_lens is not None:
                 options["query_lens"] = group.query_lens
+            if group.home is not None:
+                self.stored.plans.append(rows, group.starts, options, rows=group.home)
+                continue
             sides = self._sides(group)
             self.stored.plans.append(rows, group.starts, options, sides)
             self._keep_sinks(group, sides)
@@ -303,10 +335,12 @@ class RaggedLayer:
             pages = {"block_table": group.table, "query_lens": group.query_lens}
             alone = group.rows == 1 and self.num_splits == BALANCED
             shares = {} if alone else {"num_splits": self.num_splits}
-            sides = self._lent.get(group) or self._sides(group)
+            sides = None
+            if group.home is None:
+                sides = self._lent.get(group) or self._sides(group)
             with shared(group.shared):
                 out, _ = self.stored.plans.attend(
-                    rows, group.ends, {**shares, **options, **pages}, sides=sides
+                    rows, group.ends, {**shares, **options, **pages}, sides=sides, rows=group.home
                 )
             found.append(group.tokens_of(out))
         if not found:
@@ -320,9 +354,11 @@ class RaggedLayer:
 
     def _sides(self, group: _Group) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
-        for name, tail in self._tails.items():
-            found.setdefault(name, {})["tail"] = tail[group.rings]
         for name, stream in self.stored.streams.items():
+            if stream.tail is not None and group.at_home:
+                found.setdefault(name, {})["tail"] = stream.tail[group.owners]
+            elif stream.tail is not None:
+                found.setdefault(name, {})["tail"] = self._tails[name][group.rings]
             if stream.sink is not None:
                 found.setdefault(name, {})["sink"] = stream.sink[group.owners]
         return found

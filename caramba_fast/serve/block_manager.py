@@ -52,11 +52,15 @@ class BlockManager:
     def _take_ring(self, sequence: PagedSequence) -> None:
         """Gives a sequence that begins to run an fp16 ring, if the storage has rings: there is one for each.
 
-        The one that is free longest, never that of an answer that ended in this step: if the step is interrupted, the
-        answer goes on with its ring.
+        The lowest, since neighbours are read without copies; of those of answers that ended in this step only the last
+        resort: if the step is interrupted, an answer goes on with its ring.
         """
         if self.pool.has_rings and sequence.ring < 0:
             sequence.ring = self.free_rings.pop(0)
+
+    def begin_step(self) -> None:
+        """Puts free rings in order; those that become free in the step are last."""
+        self.free_rings.sort()
 
     def most(self, sequence: PagedSequence, count: int) -> int:
         """How many of ``count`` tokens a sequence may be fed at once.

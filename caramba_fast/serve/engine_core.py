@@ -42,6 +42,7 @@ class EngineCore:
         self._check_process()
         self._check_adapters()
         began = time.monotonic()
+        self.scheduler.blocks.begin_step()
         events = self.outputs.end_early(began)
         works, failed = self._scheduled()
         events += failed

@@ -42,9 +42,10 @@ class Work:
         start = self.sequence.cached
         return [*self.sequence.tokens[start : start + self.count], *self.draft]
 
-    def order(self) -> tuple[bool, tuple[int, int]]:
-        """Sort key: single tokens first, then by age."""
-        return self.count + len(self.draft) > 1, self.sequence.age
+    def order(self) -> tuple[bool, int, tuple[int, int]]:
+        """Sort key: single tokens first, by their rings, of which neighbours need no copies; then by age."""
+        longer = self.count + len(self.draft) > 1
+        return longer, 0 if longer else self.sequence.ring, self.sequence.age
 
     @property
     def is_whole(self) -> bool:

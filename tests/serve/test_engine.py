@@ -225,3 +225,20 @@ def test_engine_settings_are_explained() -> None:
     assert EngineConfig.__doc__ is not None
     for name in EngineConfig.model_fields:
         assert name in EngineConfig.__doc__, name
+
+
+def test_a_sequence_takes_the_lowest_ring_that_was_free_before_the_step() -> None:
+    """Rings that are neighbours are read without copies."""
+    made = engine(cache_kind="q8", max_batch_size=4)
+    for count in (3, 20, 20):
+        made.add_request(text(count, 9), max_new_tokens=count)
+    blocks = made._core.scheduler.blocks
+    made.step()
+    assert blocks.free_rings == [3]
+    while len(blocks.free_rings) < 2:
+        made.step()
+    assert sorted(blocks.free_rings) == [0, 3]
+    blocks.free_rings.reverse()
+    made.add_request(text(4, 9), max_new_tokens=9)
+    made.step()
+    assert blocks.free_rings == [3]

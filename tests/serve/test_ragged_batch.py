@@ -14,6 +14,10 @@ from caramba_fast.config import cache_configs
 from caramba_fast.ops import use_backend
 from caramba_fast.ops.attention_call import BALANCED
 
+INTERPRETED = pytest.mark.skipif(
+    "os.environ.get('TRITON_INTERPRET') != '1'", reason="needs a GPU or the interpreter"
+)
+
 
 @pytest.mark.parametrize("kind", ["fp32", "q8", "q4", "nf4", "q8/q4"])
 def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
@@ -69,6 +73,60 @@ def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
     assert found[backend].shape == (49, 4, 32)
     error = (found[backend] - found["reference"]).norm() / found["reference"].norm()
     assert error < (1e-5 if kind == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "begin", "steps"),
+    [
+        ("cpp", "q8", 3, 70),
+        ("cpp", "q4:residual_len=0", 0, 40),
+        ("cpp", "q4:plain,sink_len=4", 0, 10),
+        ("reference", "q8/q4:residual_len=0", 29, 6),
+        pytest.param("triton", "q4:residual_len=0", 30, 3, marks=INTERPRETED),
+    ],
+)
+def test_decode_tokens_of_neighbouring_rings_need_no_copies(
+    backend: str, kind: str, begin: int, steps: int, monkeypatch
+) -> None:
+    """They give the same bits as with lent rings, also beside a prompt, and where the last layer skips rows."""
+    layout = small_model().cache_layout[:1]
+    pages, found = [[4, 2], [6, 7], [5, 3]], {}
+    lend = ragged._Rings.taken
+    lent = []
+    monkeypatch.setattr(
+        ragged._Rings, "taken", lambda self, tail: lent.append(1) or lend(self, tail)
+    )
+    for rings in ((1, 2, 3), (3, 1, 2)):
+        torch.manual_seed(0)
+        pool = PagePool(layout, 64, 12, 128, rings=5, **cache_configs(kind))
+        for buffer in (*pool.page_buffers, *pool._sides):
+            buffer.zero_()
+        outs = found[rings] = []
+        with use_backend(backend):
+            for step in range(-1, steps):
+                first, count = (0, begin) if step < 0 else (begin + step, 1)
+                rows = [Stretch(first, count, p, r) for p, r in zip(pages, rings, strict=True)]
+                beside = step % 3 == 1
+                if beside:
+                    rows.append(Stretch(0, 5, [8], 4))
+                if not count:
+                    continue
+                lent.clear()
+                batch = RaggedBatch(rows, pool)
+                k, v, q = (torch.randn(batch.tokens, heads, 32) for heads in (2, 2, 4))
+                kept = torch.tensor([0, 2, 4, 6] if beside else [0, 2] if step % 3 else [0, 1, 2])
+                layer = batch[0] if step < 0 else batch.narrowed(kept)
+                layer.append_tokens(k, v)
+                outs.append(layer.attend_tokens(q if step < 0 else q[kept]))
+                by_channel = pool.group > 1
+                copied = by_channel and (beside or step < 0 or rings[0] != 1)
+                assert bool(lent) == copied
+        for layer in pool.layers:
+            for stream in layer.streams.values():
+                sides = [x for x in (stream.tail, stream.sink) if x is not None]
+                outs += [side[list(rings)] for side in sides] + [stream.codes]
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under the interpreter
