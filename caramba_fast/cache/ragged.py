@@ -110,16 +110,12 @@ class _Group:
         self.kept: Tensor | None = None
         if self.width > 1:
             steps = range(self.width)
-            self.index = integers(
-                [[p.first + min(step, p.length - 1) for step in steps] for p in pieces],
-                torch.int64,
-            )
+            index = [[p.first + min(step, p.length - 1) for step in steps] for p in pieces]
+            self.index = integers(index, torch.int64)
             if min(counts) < self.width:
                 self.query_lens = integers(counts)
-                self.kept = integers(
-                    [r * self.width + i for r, count in enumerate(counts) for i in range(count)],
-                    torch.int64,
-                )
+                kept = [r * self.width + i for r, n in enumerate(counts) for i in range(n)]
+                self.kept = integers(kept, torch.int64)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """(N, H, D) -> (R, H, W, D); padding repeats a row's last token."""
@@ -154,24 +150,17 @@ class _Rings:
     """
 
     def __init__(
-        self,
-        pieces: Sequence[Piece],
-        ends: Sequence[int],
-        size: int,
-        device: torch.device,
+        self, pieces: Sequence[Piece], ends: Sequence[int], size: int, device: torch.device
     ) -> None:
-        self.of_rows = torch.tensor(
-            [piece.ring for piece in pieces], dtype=torch.int64, device="cpu"
-        ).to(device)
+        owners = [piece.ring for piece in pieces]
+        self.of_rows = torch.tensor(owners, dtype=torch.int64, device="cpu").to(device)
         kept = [
             (piece.row, piece.ring, place % (2 * size))
             for piece, end in zip(pieces, ends, strict=True)
             for place in range(max(piece.start, end - size), piece.start + piece.length)
         ]
-        self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64, device="cpu").T.to(
-            device
-        )
-        self.size = size
+        places = torch.tensor(kept, dtype=torch.int64, device="cpu").T.to(device)
+        self.row, self.ring, self.slot, self.size = *places, size
 
     def taken(self, tail: Tensor) -> Tensor:
         """(pieces, lanes, 2 * size, lane_dim): the contents of each piece's sequence ring in ``tail`` (rings, …)."""
@@ -270,14 +259,11 @@ def _cut(start: int, tokens: int, group: int) -> list[tuple[int, int]]:
 
 def _halved(piece: Piece) -> list[Piece]:
     """Cuts a piece in a large group into pieces of at most 32 queries."""
+    most = MAX_QUERY_TOKENS
     return [
-        piece._replace(
-            first=piece.first + at,
-            start=piece.start + at,
-            length=min(MAX_QUERY_TOKENS, piece.length - at),
-        )
-        for at in range(0, piece.length, MAX_QUERY_TOKENS)
-    ]
+        piece._replace(first=piece.first + at, start=piece.start + at, length=min(most, piece.length - at))
+        for at in range(0, piece.length, most)
+    ]  # fmt: skip
 
 
 class RaggedLayer:
