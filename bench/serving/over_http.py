@@ -135,7 +135,8 @@ class OverHTTP:
 
     async def _run(self, items: Sequence[Item], number: int) -> Taken:
         left, found = list(enumerate(items))[::-1], dict[int, tuple[str, int, float]]()
-        limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=CONCURRENCY)
+        # A connection for each request: llama.cpp's server closes kept ones while they are used again.
+        limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=ANSWERS_S, limits=limits) as http:
             busy = await self._busy(http)
             began, cpu = time.perf_counter(), cpu_seconds(self.process)

@@ -101,26 +101,27 @@ def test_decode_tokens_of_neighbouring_rings_need_no_copies(
         pool = PagePool(layout, 64, 12, 128, rings=5, **cache_configs(kind))
         for buffer in (*pool.page_buffers, *pool._sides):
             buffer.zero_()
-        outs = found[rings] = []
+        outs, lengths = found.setdefault(rings, []), [0, 0, 0]
         with use_backend(backend):
-            for step in range(-1, steps):
-                first, count = (0, begin) if step < 0 else (begin + step, 1)
-                rows = [Stretch(first, count, p, r) for p, r in zip(pages, rings, strict=True)]
-                beside = step % 3 == 1
+            for step in range(-1 if begin else 0, steps):
+                count = begin if step < 0 else 1
+                which = ((0, 1, 2), (0, 1), (1, 2))[max(step, 0) % 3]
+                rows = [Stretch(lengths[i], count, pages[i], rings[i]) for i in which]
+                beside = step % 4 == 1
                 if beside:
                     rows.append(Stretch(0, 5, [8], 4))
-                if not count:
-                    continue
+                for i in which:
+                    lengths[i] += count
                 lent.clear()
                 batch = RaggedBatch(rows, pool)
                 k, v, q = (torch.randn(batch.tokens, heads, 32) for heads in (2, 2, 4))
-                kept = torch.tensor([0, 2, 4, 6] if beside else [0, 2] if step % 3 else [0, 1, 2])
+                ends = [*range(len(which)), len(which) + 2, len(which) + 4][1:]
+                kept = torch.tensor(ends if beside else ends[:-2])
                 layer = batch[0] if step < 0 else batch.narrowed(kept)
                 layer.append_tokens(k, v)
                 outs.append(layer.attend_tokens(q if step < 0 else q[kept]))
-                by_channel = pool.group > 1
-                copied = by_channel and (beside or step < 0 or rings[0] != 1)
-                assert bool(lent) == copied
+                apart = any(rings[i + 1] != rings[i] + 1 for i in which[:-1])
+                assert bool(lent) == (pool.group > 1 and (apart or beside or step < 0))
         for layer in pool.layers:
             for stream in layer.streams.values():
                 sides = [x for x in (stream.tail, stream.sink) if x is not None]
