@@ -27,8 +27,10 @@ MOST_PLANS = 64
 
 #: Stream name -> the ``tail`` and ``sink`` to use instead of the stream's own, for calls on other rows.
 Sides = Mapping[str, Mapping[str, Tensor]]
-#: The first slots, or None for all; start and stop of rows of rings and sinks, or None for all.
-Where = tuple[int | None, tuple[int, int] | None]
+#: Start and stop of some rows of the streams' rings and sinks.
+Rows = tuple[int, int]
+#: The first slots, and rows; None for all.
+Where = tuple[int | None, Rows | None]
 
 
 class LayerOps(NamedTuple):
@@ -65,7 +67,7 @@ class LayerPlans:
         start: Tensor,
         options: Mapping[str, Any],
         sides: Sides | None = None,
-        rows: slice | None = None,
+        rows: Rows | None = None,
     ) -> None:
         """Writes (B, H_kv, T, D) of each stream after ``start`` (B,); options as in `ops.append_`, without None.
 
@@ -77,13 +79,13 @@ class LayerPlans:
         views = _with(sides, _of_rows(rows, self._current()), self.streams)
         named = dict(zip(self.streams, views, strict=True))
         plan = plan_append(self.ops.append, named, new, start, options)
-        self._first(self.ops.append, plan, tensors, options, lent, _where(None, rows))
+        self._first(self.ops.append, plan, tensors, options, lent, (None, rows))
 
     def append_as_before(
-        self, tensors: Sequence[Tensor], options: Mapping[str, Any], rows: slice | None = None
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], rows: Rows | None = None
     ) -> bool:
         """Runs the append and returns True if it differs from an earlier one only in tensor contents; else False."""
-        plan = self._find(self.ops.append, tensors, options, _where(None, rows))
+        plan = self._find(self.ops.append, tensors, options, (None, rows))
         if plan is None:
             return False
         if plan.replay is None:
@@ -99,7 +101,7 @@ class LayerPlans:
         options: dict[str, Any],
         slots: int | None = None,
         sides: Sides | None = None,
-        rows: slice | None = None,
+        rows: Rows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out and lse over all slots, or the first ``slots``, for any number of query tokens.
 
@@ -114,7 +116,7 @@ class LayerPlans:
         found: tuple[Tensor, Tensor]
         lent = _lent(sides) if sides else {}
         given = {**options, **lent} if lent else options
-        where = _where(slots, rows)
+        where = (slots, rows)
         plan = self._find(op, tensors, given, where)
         if plan is None:
             views = _with(sides, _of_rows(rows, self._current(slots)), self.streams)
@@ -212,19 +214,16 @@ def _lent(sides: Sides) -> dict[str, Tensor]:
     return {f"{name}_{part}": x for name, side in sides.items() for part, x in side.items()}
 
 
-def _where(slots: int | None, rows: slice | None) -> Where:
-    return slots, None if rows is None else (rows.start, rows.stop)
-
-
-def _of_rows(rows: slice | None, views: list[KVView]) -> list[KVView]:
+def _of_rows(rows: Rows | None, views: list[KVView]) -> list[KVView]:
     """The views with some rows of their rings and sinks."""
     if rows is None:
         return views
+    part = slice(*rows)
     return [
         replace(
             view,
-            tail=None if view.tail is None else view.tail[rows],
-            sink=None if view.sink is None else view.sink[rows],
+            tail=None if view.tail is None else view.tail[part],
+            sink=None if view.sink is None else view.sink[part],
         )
         for view in views
     ]

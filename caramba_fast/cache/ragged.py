@@ -25,6 +25,7 @@ from torch import Tensor
 
 from caramba_fast.cache.interface import Rope
 from caramba_fast.cache.layer import LayerCache
+from caramba_fast.cache.plans import Rows
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
@@ -90,13 +91,14 @@ class _Group:
         self.at_home = at_home
 
         def places(values: Sequence[int]) -> slice | Tensor:
-            return _slice_of(values) or integers(values, torch.int64)
+            rows = _neighbours(values)
+            return integers(values, torch.int64) if rows is None else slice(*rows)
 
         #: The lent rings, and the sequences' own, that the rows use; slices if possible, which need no copy.
         self.rings = places([piece.row for piece in pieces])
         self.owners = places([piece.ring for piece in pieces])
-        #: The rings and sinks of the sequences that are used as they are; None if others are lent.
-        self.home = self.owners if at_home and isinstance(self.owners, slice) else None
+        #: Rows of the sequences' rings and sinks that are used as they are; None if others are lent.
+        self.home = _neighbours([piece.ring for piece in pieces]) if at_home else None
         self.shared: dict[Any, Any] = {}  # what layers derive from these lengths (`sharing`)
         #: Row, ring and position of each new token that is also written to a sink (first tokens of sequences).
         early = [
@@ -129,12 +131,12 @@ class _Group:
         return flat if self.kept is None else flat[self.kept]
 
 
-def _slice_of(values: Sequence[int]) -> slice | None:
-    """The slice that is ``values``, if they ascend by one."""
+def _neighbours(values: Sequence[int]) -> Rows | None:
+    """Start and stop of ``values``, if they ascend by one."""
     if not values or values[0] < 0:
         return None
-    first, stop = values[0], values[0] + len(values)
-    return slice(first, stop) if list(values) == list(range(first, stop)) else None
+    rows = values[0], values[0] + len(values)
+    return rows if list(values) == list(range(*rows)) else None
 
 
 class _Rings:
@@ -203,7 +205,7 @@ class RaggedBatch:
         self.tokens, self.longest = first, max(s.start + s.tokens for s in stretches)
         singles = sum(stretch.tokens == 1 for stretch in stretches)
         #: How many of the pieces, the first ones, use the rings and sinks of their sequences.
-        self._home = home = singles if _slice_of([p.ring for p in appended[:singles]]) else 0
+        self._home = home = singles if _neighbours([p.ring for p in appended[:singles]]) else 0
         appended[home:] = [piece._replace(row=piece.row - home) for piece in appended[home:]]
 
         def made(longer: Sequence[Piece]) -> list[_Group]:
@@ -216,8 +218,7 @@ class RaggedBatch:
             ends = [s.start + s.tokens for s in stretches for _ in _cut(s.start, s.tokens, group)]
             self.rings = _Rings(appended[home:], ends[home:], group, pool.device)
         if group > MAX_QUERY_TOKENS:
-            halves = [part for piece in appended[singles:] for part in _halved(piece)]
-            self.queries = made(halves)
+            self.queries = made([part for piece in appended[singles:] for part in _halved(piece)])
         self._pieces = appended
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
         self.positions = torch.tensor(positions, dtype=torch.int64, device="cpu").to(pool.device)

@@ -201,7 +201,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | No
     return (
         grad @ _unpacked(ctx.weight) if of_input else None,
         None,
-        grad.flatten(0, -2).sum(0) if of_bias else None,
+        grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
     )
 
 
@@ -215,8 +215,10 @@ def _for_inductor(input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -
     return found
 
 
-#: Decompositions for tracing.
-FOR_INDUCTOR: dict[Any, Any] = {_mkldnn._linear_pointwise.default: _for_inductor}
+#: Decompositions for tracing; none if this torch has no oneDNN.
+FOR_INDUCTOR: dict[Any, Any] = {}
+if hasattr(_mkldnn, "_linear_pointwise"):
+    FOR_INDUCTOR[_mkldnn._linear_pointwise.default] = _for_inductor
 
 
 def why_not_packed(dtype: torch.dtype) -> str | None:

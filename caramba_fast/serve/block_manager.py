@@ -52,8 +52,8 @@ class BlockManager:
     def _take_ring(self, sequence: PagedSequence) -> None:
         """Gives a sequence that begins to run an fp16 ring, if the storage has rings: there is one for each.
 
-        The lowest, since neighbours are read without copies; of those of answers that ended in this step only the last
-        resort: if the step is interrupted, an answer goes on with its ring.
+        The lowest, since neighbours need no copies. One that became free in this step only if there is no other: if the
+        step is interrupted, its answer goes on with it.
         """
         if self.pool.has_rings and sequence.ring < 0:
             sequence.ring = self.free_rings.pop(0)

@@ -132,7 +132,7 @@ def test_steps_on_a_gpu_that_are_not_replayed_are_told(
     found = decode.decode("tiny", [64], torch.float32, 1, 1.0)
     rows = next(found)
     programs = {"transformers", "accelerate", "Generator"}
-    packed = {f"{program} packed weights" for program in programs}
+    packed = {f"{program} packed weights" for program in (*programs, "Generator compiled")}
     assert {row["program"] for row in rows} == programs | packed
     with pytest.raises(decode.NotReplayedError, match="not replayed: Generator q4"):
         next(found)

@@ -85,6 +85,8 @@ def test_gradients_of_inputs_and_biases_pass_through(monkeypatch):
         product = packed(x)
     torch.testing.assert_close(product, plain(x))
     torch.testing.assert_close(gradients(packed), gradients(plain))
+    single = torch.autograd.grad(packed(x[0, 0]).sum(), packed.bias)
+    torch.testing.assert_close(single, (torch.ones(96),))
     both = (x.detach(),) * 2
     for call in (
         lambda one: torch.func.jvp(one, both[:1], both[1:]),
