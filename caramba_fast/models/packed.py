@@ -143,8 +143,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """``F.linear`` with a `PackedWeight` somewhere."""
     if isinstance(weight, PackedWeight) and _takes(weight.packed, input, bias):
         trained = input.requires_grad or (bias is not None and bias.requires_grad)
-        by_op = torch.compiler.is_compiling() or (trained and torch.is_grad_enabled())
-        product = _packed_linear if by_op else _product
+        product = _packed_linear if torch.compiler.is_compiling() else _product
+        if trained and torch.is_grad_enabled():
+            product = _trained_linear
         found: Tensor = product(input, weight.packed, bias)
         return found
     plain: Any = [x.dense if isinstance(x, PackedWeight) else x for x in (input, weight, bias)]
@@ -184,11 +185,14 @@ def _op(schema: str, op: Callable[..., Tensor], fake: Callable[..., Tensor]) -> 
     return made
 
 
-_packed_linear = _op(
-    "packed_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
-    _product,
-    lambda input, weight, _: input.new_empty((*input.shape[:-1], weight.shape[0])),
-)
+def _fake_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001 - as the op
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+_ARGUMENTS = "(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
+_packed_linear = _op(f"packed_linear{_ARGUMENTS}", _product, _fake_product)
+#: With a gradient, which takes time even where none is needed.
+_trained_linear = _op(f"packed_linear_trained{_ARGUMENTS}", _product, _fake_product)
 _unpacked = _op("unpacked(Tensor weight) -> Tensor", Tensor.to_dense, torch.empty_like)
 
 
@@ -206,7 +210,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | No
 
 
 torch.library.register_autograd(
-    "caramba_fast::packed_linear", _gradients, setup_context=_keep, lib=_library
+    "caramba_fast::packed_linear_trained", _gradients, setup_context=_keep, lib=_library
 )
 
 
