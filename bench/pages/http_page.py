@@ -36,7 +36,8 @@ def lines_of(path: Path) -> list[str]:
         "processes of their own. Tokens/s depend on what else the machine does (the load average), and clients share "
         "its cores with the model; processor time depends on that much less, and clients do not count in it. The time "
         "between steps is the share in which the engine computes nothing: what HTTP, the event loop and waiting for "
-        "clients cost it. Greedy answers can differ where rounding depends on which requests a pass has."
+        "clients cost it. Greedy answers can differ where rounding depends on which requests a pass has. Prompts of "
+        "earlier rounds are not reused, but transformers' server is not told so, and may."
     )
     body = [
         (

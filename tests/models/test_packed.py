@@ -288,12 +288,13 @@ def test_a_compiled_function_takes_other_sizes_and_other_packed_weights():
 def test_fakes_of_packed_ops_are_what_they_give(dtype):
     """opcheck does not take tensors without memory."""
     packed, x = pack_weights(layer(dtype)).weight.packed, torch.randn(2, 3, 72).to(dtype)
-    product, unpack = torch.ops.caramba_fast.packed_linear, torch.ops.caramba_fast.unpacked
-    mode = FakeTensorMode()
-    for op, args in ((product, (x, packed, None)), (unpack, (packed,))):
-        given, found = tree_map_only(Tensor, mode.from_tensor, args), op(*args)
+    ops, mode, given = torch.ops.caramba_fast, FakeTensorMode(), (x, packed, None)
+    for op, args in (
+        (ops.packed_linear, given), (ops.packed_linear_trained, given), (ops.unpacked, (packed,)),
+    ):  # fmt: skip
+        fakes, found = tree_map_only(Tensor, mode.from_tensor, args), op(*args)
         with mode:
-            fake = op(*given)
+            fake = op(*fakes)
         assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride())
 
 

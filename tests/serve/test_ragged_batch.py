@@ -15,7 +15,7 @@ from caramba_fast.ops import use_backend
 from caramba_fast.ops.attention_call import BALANCED
 
 INTERPRETED = pytest.mark.skipif(
-    "os.environ.get('TRITON_INTERPRET') != '1'", reason="needs a GPU or the interpreter"
+    "os.environ.get('TRITON_INTERPRET') != '1'", reason="built on the CPU, for the interpreter"
 )
 
 
@@ -131,9 +131,7 @@ def test_decode_tokens_of_neighbouring_rings_need_no_copies(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under the interpreter
-@pytest.mark.skipif(
-    "os.environ.get('TRITON_INTERPRET') != '1'", reason="counts what the interpreter starts"
-)
+@INTERPRETED
 def test_layers_make_one_schedule_for_a_step(monkeypatch) -> None:
     """Of single tokens and of stretches each; layers of another window have another, and so has the next step."""
     from caramba_fast.kernels import balanced_launch
